@@ -42,11 +42,7 @@ class Session(Protocol):
 
     n_ctx: int
     n_batch: int
-
-    @property
-    def model(self) -> Model:
-        """The model whose text this is."""
-        ...
+    model: Model  # whose text this is
 
     @property
     def spec(self) -> ModelSizes:
@@ -306,11 +302,7 @@ class HeadSession(Protocol):
 
     n_ctx: int
     n_batch: int
-
-    @property
-    def model(self) -> HeadModel:
-        """The head whose text this is."""
-        ...
+    model: HeadModel  # whose text this is
 
     @property
     def spec(self) -> HeadSpec:
@@ -397,11 +389,7 @@ class HeadModel(Protocol):
 
     n_ctx: int
     n_batch: int
-
-    @property
-    def spec(self) -> HeadSpec:
-        """Its parts."""
-        ...
+    spec: HeadSpec
 
     def session(self, n_ctx: int | None = None) -> HeadSession:
         """The state of a new text; see Model.session."""

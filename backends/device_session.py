@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import HeadModel, HeadSession, Model, Rows, Session
 from edgeinfer.backends.checks import (
     check_cache_type,
     check_features,
@@ -30,6 +30,7 @@ from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 from edgeinfer.types import Features, HiddenStates, Logits, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
@@ -154,18 +155,20 @@ class DeviceWeights(OfOneProcess, Generic[_Decoder]):
         self._decoder = None
 
 
-class DeviceModel(DeviceWeights[_Decoder]):
+class DeviceModel(DeviceWeights[_Decoder], Model):
     """See edgeinfer.backends.base.Model."""
 
     @property
+    @override
     def spec(self) -> ModelSpec:
         """Sizes and blocks."""
         return self.decoder.spec
 
+    @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> DeviceSession[_Decoder]:
-        """See Model.session."""
         return DeviceSession(self, self.checked_size(n_ctx, cache_type))
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. One text after the other."""
         return forward_in_turn(self, batch)
@@ -179,21 +182,23 @@ class DeviceModel(DeviceWeights[_Decoder]):
         return check_session_size(n_ctx, self.n_ctx)
 
 
-class DeviceHeadModel(DeviceWeights[_Decoder]):
+class DeviceHeadModel(DeviceWeights[_Decoder], HeadModel):
     """See edgeinfer.backends.base.HeadModel."""
 
     def __init__(self, decoder: _Decoder, spec: HeadSpec, plan: MemoryPlan) -> None:
         super().__init__(decoder, plan)
         self.spec = spec
 
+    @override
     def session(self, n_ctx: int | None = None) -> DeviceHeadSession[_Decoder]:
-        """See HeadModel.session."""
         return DeviceHeadSession(self, check_session_size(n_ctx, self.n_ctx))
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See HeadModel.forward. One text after the other."""
         return heads_in_turn(self, batch)
 
+    @override
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine: the rows themselves."""
         self.decoder  # noqa: B018 - raises if this is closed
@@ -294,7 +299,7 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
         return self._weights.decoder
 
 
-class DeviceSession(DeviceText[_Decoder]):
+class DeviceSession(DeviceText[_Decoder], Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: DeviceModel[_Decoder], n_ctx: int) -> None:
@@ -302,10 +307,11 @@ class DeviceSession(DeviceText[_Decoder]):
         self.model = model
 
     @property
+    @override
     def spec(self) -> ModelSpec:
-        """See Session.spec."""
         return self.model.spec
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -322,12 +328,13 @@ class DeviceSession(DeviceText[_Decoder]):
         ids = check_tokens(tokens, self.spec.n_vocab, self._n_past, self.n_ctx)
         return self._forward(ids, parents, 0, logits, check_taps(hidden, self.spec.n_layers))
 
+    @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there."""
         return self.truncate(0)
 
 
-class DeviceHeadSession(DeviceText[_Decoder]):
+class DeviceHeadSession(DeviceText[_Decoder], HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: DeviceHeadModel[_Decoder], n_ctx: int) -> None:
@@ -335,10 +342,11 @@ class DeviceHeadSession(DeviceText[_Decoder]):
         self.model = model
 
     @property
+    @override
     def spec(self) -> HeadSpec:
-        """See HeadSession.spec."""
         return self.model.spec
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -358,7 +366,7 @@ class DeviceHeadSession(DeviceText[_Decoder]):
         rows = check_features(features, len(ids), self.spec.n_embd)
         return self._forward(ids, parents, n_pending, logits, (self.spec.feature_tap,), rows)
 
+    @override
     def combine(self, rows: ArrayLike) -> Features:
-        """See HeadSession.combine."""
         self._open()
         return self.model.combine(rows)

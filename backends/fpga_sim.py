@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.backends.base import Progress
+from edgeinfer.backends.base import MeasurableBackend, Progress
 from edgeinfer.backends.native import NativeBackend, _core
 from edgeinfer.backends.native.model import NativeModel, with_device
 from edgeinfer.backends.native.weights import Part, parts_of
@@ -30,6 +30,7 @@ from edgeinfer.hls.simulation.matrices import Matrices, kept_bytes
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
@@ -38,7 +39,7 @@ _CYCLES_A_SECOND = 10**6  # of this simulation, on a laptop
 _ENGINE_BYTES = 1 << 20  # of code, and of what Verilator has beside the memories of an engine
 
 
-class FpgaSimBackend:
+class FpgaSimBackend(MeasurableBackend):
     """See the module.
 
     folder: of `edgeinfer export --to fpga`, made of the model that is loaded; its engine is simulated, with its
@@ -54,6 +55,7 @@ class FpgaSimBackend:
         self._streams: Streams = PackedStreams(SMALL) if folder is None else FolderStreams(BoardFolder.open(folder))
         self._native = NativeBackend(ternary_bits="2", packed=False, tuned=False, placement=self._place)
 
+    @override
     def read_spec(self, model: ModelFile) -> ModelSpec:
         """See Backend.read_spec. Raises UnsupportedModel for a model without I2_S matrices in its layers too."""
         spec = self._native.read_spec(model)
@@ -64,6 +66,7 @@ class FpgaSimBackend:
             )
         return spec
 
+    @override
     def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """The native engine's plan, with streams among the weights and the engine among the activations.
 
@@ -72,6 +75,7 @@ class FpgaSimBackend:
         plan = self._native.plan(model, spec, settings)
         return replace(plan, use=with_device(plan.use, self._use(model, _on_engine(parts_of(model, spec.weights())))))
 
+    @override
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
     ) -> NativeModel:
@@ -84,8 +88,8 @@ class FpgaSimBackend:
         )
         return self._native.load(model, spec, plan, device, progress)
 
+    @override
     def warm_up(self, model: ModelFile, device: Device) -> None:
-        """See MeasurableBackend."""
         self._native.warm_up(model, device)
 
     def _place(self, weights: _core.Weights, model: ModelFile, parts: Sequence[Part]) -> MemoryUse:
@@ -135,25 +139,25 @@ class Streams(Protocol):
         ...
 
 
-class PackedStreams:
+class PackedStreams(Streams):
     """The matrices of the model file, packed one by one."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
 
+    @override
     def rows(self, model: ModelFile, part: Part) -> StreamRows:
-        """See Streams."""
         n_out, n_in = part.shape
         return StreamRows(n_out, n_in, 0, n_out)
 
+    @override
     def stream(self, model: ModelFile, part: Part) -> Bytes:
-        """See Streams."""
         trits = np.asarray(codes_of(part.type, model.data(part.name)).values, dtype=np.int8).reshape(part.shape)
         model.release(part.name, 0, part.n_bytes)
         return pack(trits, self.geometry)
 
 
-class FolderStreams:
+class FolderStreams(Streams):
     """The streams of an exported folder, as a board reads them; several matrices may lie in one.
 
     Raises BadBoardFolder for a file that was changed.
@@ -166,6 +170,7 @@ class FolderStreams:
         self._folder = folder
         self._places = {part.name: (tensor, part) for tensor in folder.manifest.tensors for part in tensor.parts}
 
+    @override
     def rows(self, model: ModelFile, part: Part) -> StreamRows:
         """See Streams. Raises ModelFileError for a folder of another model, as its shapes and scales show."""
         if part.name not in self._places:
@@ -182,8 +187,8 @@ class FolderStreams:
             )
         return StreamRows(tensor.n_out, tensor.n_in, place.first, place.last)
 
+    @override
     def stream(self, model: ModelFile, part: Part) -> Bytes:
-        """See Streams."""
         return self._folder.stream(self._places[part.name][0].name)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import Progress, Rows
+from edgeinfer.backends.base import Model, Progress, Rows, Session
 from edgeinfer.backends.checks import (
     check_cache,
     check_parents,
@@ -54,6 +54,7 @@ from edgeinfer.models import (
 )
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType, LoadSettings
 from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
@@ -279,20 +280,22 @@ class ReferenceDecoder(OfOneProcess):
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
 
 
-class ReferenceModel(ReferenceDecoder):
+class ReferenceModel(ReferenceDecoder, Model):
     """See edgeinfer.backends.base.Model."""
 
     @property
+    @override
     def spec(self) -> ModelSpec:
         """Sizes and blocks."""
         return self.decoder
 
+    @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> ReferenceSession:
-        """See Model.session."""
         self.check_open()
         cache_type = self.plan.cache_type if cache_type is None else cache_type
         return ReferenceSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. One text after the other."""
         return forward_in_turn(self, batch)
@@ -373,7 +376,7 @@ class TextState(OfOneProcess):
             raise EdgeInferError("this session is closed")
 
 
-class ReferenceSession(TextState):
+class ReferenceSession(TextState, Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: ReferenceModel, n_ctx: int, cache_type: CacheType) -> None:
@@ -381,10 +384,11 @@ class ReferenceSession(TextState):
         self.model = model
 
     @property
+    @override
     def spec(self) -> ModelSpec:
-        """See Session.spec."""
         return self.model.spec
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -405,6 +409,7 @@ class ReferenceSession(TextState):
         self._parents, self._tokens = links, ids
         return Output(out, tapped if taps else None)
 
+    @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Finds what is committed now."""
         return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))

@@ -14,6 +14,7 @@ from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
@@ -80,7 +81,7 @@ class Output(Protocol):
         """Those that have ended."""
 
 
-class RawOutput:
+class RawOutput(Output):
     """Everything emitted is text, except control tokens."""
 
     reasoning = None
@@ -90,13 +91,13 @@ class RawOutput:
         self._tokenizer = tokenizer
         self._decoder = tokenizer.stream(skip_special=True)
 
+    @override
     def push(self, token: int) -> tuple[str, str, str]:
-        """See Output."""
         name = self._tokenizer.name(token) if self._tokenizer.is_control(token) else ""
         return "", self._decoder.push(token), name
 
+    @override
     def flush(self) -> tuple[str, str]:
-        """See Output."""
         return "", self._decoder.flush()
 
 

@@ -10,20 +10,21 @@ from pathlib import Path
 from edgeinfer.arguments import human_bytes
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.target import Choices, prepare, write_file
-from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.source import named_as, open_source
 from edgeinfer.files import folder_beside, temporary_folder
+from edgeinfer.overriding import override
 
 
-class FromGguf:
+class FromGguf(ExportTarget):
     """A target behind the one for GGUF files, where the request names a folder of Hugging Face or a type."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ExportTarget) -> None:
         self.target = target
         self._choices = Choices()
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         if not _needs_file(request):
             plan = self.target.plan(request)
             with open_source(request.source) as source:  # a GGUF file
@@ -42,8 +43,8 @@ class FromGguf:
             then, peak_bytes=peak, disk_bytes=then.disk_bytes + n_bytes, notes=[*first.notes, made, *then.notes]
         )
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write."""
         if not _needs_file(request):
             return self.target.write(request, progress)
         with _work_folder(request.out) as folder:

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from edgeinfer.errors import UnsupportedModel
 from edgeinfer.exporters.architectures import recipe_of
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checkpoint.adapters import adapter_files
 from edgeinfer.exporters.conversion import keys, rows
-from edgeinfer.exporters.conversion.check import check_runs
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.tensors import tensors
 from edgeinfer.exporters.gguf.writer import Metadata
-from edgeinfer.exporters.source import SourceTensor
+from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.exporters.virtual_file import VirtualModelFile, virtual_tensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
+from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import MetadataValue
+from edgeinfer.overriding import override
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """The model of a folder, see Source."""
 
     def __init__(self, model: Model, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
@@ -30,12 +33,12 @@ class HuggingFaceSource:
         self.notes: Sequence[str] = model.notes
 
     @property
+    @override
     def files(self) -> Sequence[Path]:
-        """See Source."""
         return self._model.checkpoint.files
 
+    @override
     def release(self, name: str) -> None:
-        """See Source.release."""
         self._model.release()
 
 
@@ -55,10 +58,23 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     if recipe.cuts_vocabulary and words:
         words, found = _cut(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
-    check_runs(checkpoint.path, metadata, found)
+    _check_runs(checkpoint.path, metadata, found)
     for note in template_notes(metadata):
         model.note(note)
     return HuggingFaceSource(model, metadata, found)
+
+
+def _check_runs(path: Path, metadata: Metadata, tensors: Sequence[SourceTensor]) -> None:
+    """Ask whether the engine would run a file with these keys and tensors, before a long export begins.
+
+    path: for messages. Raises UnsupportedModel with the key or tensor of GGUF.
+    """
+    of_model = {key: value for key, value in metadata.items() if not key.startswith("tokenizer.")}
+    with VirtualModelFile.of(path, of_model, map(virtual_tensor, tensors)) as file:
+        try:
+            read_spec(file)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"this would make a GGUF file that does not run: {error}") from error
 
 
 def _note_parts(checkpoint: Checkpoint, model: Model) -> None:

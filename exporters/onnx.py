@@ -22,7 +22,7 @@ from edgeinfer.exporters.checks.comparison import Checked
 from edgeinfer.exporters.checks.onnx_file import compare_head, compare_model
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.manifest import NAME as MANIFEST
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.source import named_as
 from edgeinfer.exporters.tokenizer_json import tokenizer_json, write_tokenizer
 from edgeinfer.file_identity import check_sources
@@ -31,6 +31,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 Check: TypeAlias = Callable[[Path], None]
 
@@ -46,11 +47,11 @@ _KEPT_KEYS = ("general.name", "general.license", "tokenizer.chat_template")
 _KEPT_PREFIXES = ("tokenizer.ggml.bos_", "tokenizer.ggml.eos_", "tokenizer.ggml.eot_", "tokenizer.ggml.add_")
 
 
-class OnnxTarget:
-    """`--to onnx`, see Target. Options: model, the target of a draft head; operators; external_data."""
+class OnnxTarget(ExportTarget):
+    """`--to onnx`, see ExportTarget. Options: model, the target of a draft head; operators; external_data."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         path = file_in(request.out)
         _check_place(request.out)
         with _opened(request) as (source, model, n_ctx):
@@ -68,8 +69,9 @@ class OnnxTarget:
             texts = 80 * Tokenizer.size_in(source) if _has_tokenizer(source) else 0
             return Plan(tensors, files, peak, sum(files.values()) + texts, list(_notes(source, n_ctx, style)))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. By the rules of ONNX it is always checked, and run on some tokens."""
+        """See ExportTarget.write. By the rules of ONNX it is always checked, and run on some tokens."""
         with _opened(request) as (source, model, n_ctx):
             style, beside = request.more.get("operators", "contrib"), request.more.get("external_data", False)
             found: list[tuple[Checked, int | None]] = []

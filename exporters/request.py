@@ -99,7 +99,7 @@ class TypeChoice:
     keys: Mapping[str, MetadataValue] = field(default_factory=dict)
 
 
-class Target(Protocol):
+class ExportTarget(Protocol):
     """One kind of output. Both raise UnsupportedModel, InvalidArgument, ModelFileError, BudgetExceeded, OSError."""
 
     def plan(self, request: Request) -> Plan:

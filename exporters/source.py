@@ -17,6 +17,7 @@ from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -108,19 +109,23 @@ def open_source(path: Path, target: Path | None = None) -> Iterator[Source]:
 _OF_THE_FILE = ("general.alignment", "general.file_type", "split.no", "split.count", "split.tensors.count")
 
 
-class GgufSource:
+class GgufSource(Source):
     """The model of a GGUF file, see Source. The file stays open, and belongs to the caller."""
 
     def __init__(self, file: ModelFile) -> None:
         self.file = file
         self.path = file.path
-        self.files: Sequence[Path] = file.paths
         self.metadata: Metadata = {key: value for key, value in file.metadata.items() if key not in _OF_THE_FILE}
         self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors]
         self.notes: Sequence[str] = ()
 
+    @property
+    @override
+    def files(self) -> Sequence[Path]:
+        return self.file.paths
+
+    @override
     def release(self, name: str) -> None:
-        """See Source.release."""
         self.file.release(name)
 
     def _tensor(self, name: str) -> SourceTensor:

@@ -16,7 +16,7 @@ from edgeinfer.errors import BudgetExceeded, InvalidArgument, ModelNotFound, Uns
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
-from edgeinfer.exporters.request import Plan, Progress, Request, Result, Target
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.file_identity import Sources
 from edgeinfer.files import behind_links, check_kept, check_writable
 
@@ -55,26 +55,26 @@ TARGETS = {  # in the order of --help
 }
 
 
-def open_target(name: str) -> Target:
+def open_target(name: str) -> ExportTarget:
     """The target with that name. Raises InvalidArgument for a name that is not in the table."""
     if name not in TARGETS:
         raise InvalidArgument(f"there is no export target {name!r}; there are {', '.join(TARGETS)}")
     entry = TARGETS[name]
     if importlib.util.find_spec(entry.module) is None:
         raise UnsupportedModel(f"this version of edgeinfer cannot write {entry.writes} (--to {name})")
-    target: Target = getattr(importlib.import_module(entry.module), entry.name)()
+    target: ExportTarget = getattr(importlib.import_module(entry.module), entry.name)()
     return Watched(FromGguf(target) if entry.takes_gguf else target)
 
 
 class Watched:
     """A target whose plan and output are of sources that stayed what they were, from the plan on."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ExportTarget) -> None:
         self._target = target
         self._planned: tuple[Request, Sources] | None = None
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan. Raises ModelFileChanged too."""
+        """See ExportTarget.plan. Raises ModelFileChanged too."""
         sources = Sources(read_files(request))
         with sources.unchanged():
             plan = self._target.plan(request)
@@ -83,7 +83,7 @@ class Watched:
         return plan
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises ModelFileChanged too, and nothing is written then."""
+        """See ExportTarget.write. Raises ModelFileChanged too, and nothing is written then."""
         planned = self._planned
         sources = planned[1] if planned is not None and planned[0] == request else Sources(read_files(request))
         with sources.unchanged():

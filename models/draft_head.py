@@ -37,7 +37,7 @@ _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 
 
 @dataclass(frozen=True)
-class Target:
+class HeadTarget:
     """The model that a head drafts for.
 
     n_embd: of its hidden rows.  fingerprint: see the function; of the tokens alone where by_tokens is set.
@@ -127,7 +127,7 @@ class HeadSpec:
     front: GatedFusion | ConcatenatedInput
     decoder: ModelSpec
     features: FeatureProjection | None
-    target: Target
+    target: HeadTarget
     draft_vocab: NDArray[np.int32]
     taps: bool | tuple[int, ...] = True
     matches: tuple[float, ...] = ()
@@ -209,7 +209,7 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
 def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
     """Raises UnsupportedModel unless the head at that path is one for this target, naming what both have."""
     wanted = head.target
-    own = Target(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
+    own = HeadTarget(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
     if (own.n_vocab, own.n_embd) != (wanted.n_vocab, wanted.n_embd):
         raise UnsupportedModel(
             f"{path} is a draft head for {wanted.name} ({wanted.n_vocab} tokens, rows of {wanted.n_embd}), but "
@@ -247,7 +247,7 @@ class _HeadReader(Reader):
             ),
             decoder=replace(common, output_norm=None, token_embd=None, n_logits=len(draft_vocab)),
             features=None if isinstance(taps, bool) else self._features(taps, n_embd),
-            target=Target(architecture, name, common.n_vocab, n_embd, found),
+            target=HeadTarget(architecture, name, common.n_vocab, n_embd, found),
             draft_vocab=draft_vocab,
             taps=taps,
             matches=self._matches(),
@@ -334,7 +334,7 @@ class _Eagle3Reader(_HeadReader):
             ),
             decoder=self._decoder(common, n_rows, len(draft_vocab)),
             features=FeatureProjection(common.n_embd, n_features, n_features, "fc.weight", norm),
-            target=Target("", name, common.n_vocab, n_rows, mark, by_tokens=True),
+            target=HeadTarget("", name, common.n_vocab, n_rows, mark, by_tokens=True),
             draft_vocab=draft_vocab,
             taps=self._taps(),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from edgeinfer.models.provenance import plain
 from edgeinfer.models.tool_calls import ToolCall, call_to, read_calls
+from edgeinfer.overriding import override
 
 if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat
@@ -114,13 +115,13 @@ class TagsMachine(OutputMachine):
             self.open(opened)
 
     @property
+    @override
     def is_reasoning(self) -> bool:
-        """See OutputMachine."""
         return self._step == self._reason
 
     @property
+    @override
     def unclosed(self) -> str:
-        """See OutputMachine."""
         return self._closing if self.is_reasoning else ""
 
     def _begin(self) -> bool:
@@ -236,8 +237,8 @@ class ChannelsMachine(OutputMachine):
             self.open(opened)
 
     @property
+    @override
     def is_reasoning(self) -> bool:
-        """See OutputMachine."""
         return self._step == self._body and self._kind == "reasoning"
 
     def _header(self) -> bool:

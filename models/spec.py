@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Literal, Protocol, TypeAlias
 
 from edgeinfer.errors import UnsupportedModel
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
@@ -243,37 +244,40 @@ class Attention(Mixer):
         return self.n_kv_heads * self.head_dim
 
     @property
+    @override
     def n_activations(self) -> int:
         """See Block: queries, keys and values."""
         return self.n_q + 2 * self.n_kv
 
     @property
+    @override
     def state_kind(self) -> StateKind:
-        """See Mixer."""
         return "full_kv" if self.window is None else "window_kv"
 
+    @override
     def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
         """See Mixer: keys and values of the positions that are seen."""
         n = self.head_dim
         of_a_head = {"f16": 4 * n, "q8_0": 2 * (n + n // 32 * 4), "k6v4": 6 * n // 8 + n // 2 + 2 * 2}[cache_type]
         return self.n_seen(n_ctx) * self.n_kv_heads * of_a_head
 
+    @override
     def n_seen(self, n_past: int) -> int:
-        """See Mixer."""
         return n_past if self.window is None else min(self.window, n_past)
 
+    @override
     def n_seen_in_prompt(self, n_tokens: int) -> float:
-        """See Mixer."""
         if self.window is None or n_tokens <= self.window:
             return n_tokens * n_tokens / 2
         return self.window * self.window / 2 + (n_tokens - self.window) * self.window
 
+    @override
     def multiply_adds(self, n_past: int = 0) -> int:
         """See Block: the products with weights, the scores, and the values."""
         return super().multiply_adds() + 2 * self.n_q * self.n_seen(n_past)
 
+    @override
     def refused_cache(self, cache_type: CacheType) -> str | None:
-        """See Mixer."""
         if cache_type != "f16" and self.head_dim % 32:
             return f"needs heads of a multiple of 32 numbers: found {self.head_dim}; use f16"
         is_turned_in_two_ways = self.rope is not None and self.rope.long is not None
@@ -284,6 +288,7 @@ class Attention(Mixer):
             )
         return None
 
+    @override
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""
         q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)

@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import HasProcesses, Rows, Session
 from edgeinfer.backends.checks import (
     check_cache_type,
     check_parents,
@@ -39,6 +39,7 @@ from edgeinfer.errors import (
 from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSizes
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 from edgeinfer.types import Logits, LogitsRows, MemoryUse, Output, TokenIds
 
@@ -48,7 +49,7 @@ def _none() -> TokenIds:
 
 
 @dataclass(frozen=True)
-class Text:
+class SessionText:
     """What is committed, and what of the last pass may be.
 
     n_past: committed tokens.  kept: rows of the last pass that were committed, which the process does not know yet.
@@ -60,7 +61,7 @@ class Text:
     links: TokenIds = field(default_factory=_none)
 
 
-class LlamaCppModel(OfOneProcess):
+class LlamaCppModel(OfOneProcess, HasProcesses):
     """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
     llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
@@ -80,8 +81,8 @@ class LlamaCppModel(OfOneProcess):
         self._is_closed = False
 
     @property
+    @override
     def process_ids(self) -> tuple[int, ...]:
-        """See HasProcesses."""
         return (self._process.pid,)
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> LlamaCppSession:
@@ -133,7 +134,9 @@ class LlamaCppModel(OfOneProcess):
         self.check_open()
         return self._loaded.use
 
-    def run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]) -> Logits:
+    def run(
+        self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]
+    ) -> Logits:
         """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
 
         Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
@@ -189,7 +192,7 @@ class LlamaCppModel(OfOneProcess):
         raise BackendLost(why) from end
 
 
-class LlamaCppSession(OfOneProcess):
+class LlamaCppSession(OfOneProcess, Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: LlamaCppModel, n_ctx: int) -> None:
@@ -197,18 +200,20 @@ class LlamaCppSession(OfOneProcess):
         self.n_ctx = n_ctx
         self.n_batch = model.n_batch
         self.is_closed = False
-        self._text = Text()  # one object, put in one assignment: Ctrl-C finds the old or the new
+        self._text = SessionText()  # one object, put in one assignment: Ctrl-C finds the old or the new
 
     @property
+    @override
     def spec(self) -> ModelSizes:
-        """See Session.spec."""
         return self.model.spec
 
     @property
+    @override
     def n_past(self) -> int:
         """Number of committed tokens."""
         return self._open().n_past
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -233,55 +238,59 @@ class LlamaCppSession(OfOneProcess):
             raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
         return Output(self._run(text, ids, links, rows))
 
+    @override
     def commit(self, path: ArrayLike) -> None:
-        """See Session.commit."""
         text = self._open()
         rows = check_path(path, text.links)
-        self._text = Text(text.n_past + len(rows), rows if len(text.links) else text.kept)
+        self._text = SessionText(text.n_past + len(rows), rows if len(text.links) else text.kept)
 
+    @override
     def truncate(self, n_past: int) -> int:
         """See Session.truncate. Reaches every length: a model with a state reads the text again in its next pass."""
         text = self._open()
         if not 0 <= n_past <= text.n_past:
             raise ShapeError(f"n_past must be in 0..{text.n_past}: found {n_past}")
-        self._text = Text(n_past, text.kept)
+        self._text = SessionText(n_past, text.kept)
         return n_past
 
+    @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Reuses nothing, 0: llama.cpp's logits depend on how a text was cut into passes.
 
         Starts llama.cpp again if it has crashed. Raises BackendLost if that fails.
         """
         if not self.is_closed and self.model.is_lost:
-            self._text = Text()  # first: no Ctrl-C may leave the old one with the new process
+            self._text = SessionText()  # first: no Ctrl-C may leave the old one with the new process
             self.model.restart()
         return self.truncate(0)
 
+    @override
     def memory(self) -> MemoryUse:
         """Bytes of the buffers that llama.cpp logged, to 0.01 MiB each; the vocabulary is not counted."""
         self._open()
         return self.model.all_memory()
 
+    @override
     def interrupt(self) -> None:
-        """See Session.interrupt."""
         self.model.interrupt()
 
+    @override
     def close(self) -> None:
         """End this text; the model may then have another session. Further calls raise."""
         self.is_closed = True
 
-    def _open(self) -> Text:
+    def _open(self) -> SessionText:
         if self.is_closed:
             raise EdgeInferError("this session is closed")
         self.model.check_open()
         return self._text
 
-    def _run(self, text: Text, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
+    def _run(self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
         """Logits (len(rows), n_vocab) of a pass."""
 
         def has_run() -> None:
-            self._text = Text(text.n_past)  # what was committed before is known there now
+            self._text = SessionText(text.n_past)  # what was committed before is known there now
 
         out = self.model.run(text, ids, links, rows, has_run)
-        self._text = Text(text.n_past, links=links)
+        self._text = SessionText(text.n_past, links=links)
         return out

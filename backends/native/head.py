@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import HeadModel, HeadSession, Rows
 from edgeinfer.backends.checks import check_features, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, add_inputs, decoder_config, front_config
@@ -27,6 +27,7 @@ from edgeinfer.errors import InvalidArgument, ShapeError
 from edgeinfer.models import Experts, check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
@@ -94,7 +95,7 @@ def _check(head: ModelFile, spec: HeadSpec) -> None:
     check_blocks([*parts, *spec.decoder.blocks()], _BLOCKS, "native", head.path)
 
 
-class NativeHeadModel(NativeDecoder):
+class NativeHeadModel(NativeDecoder, HeadModel):
     """See edgeinfer.backends.base.HeadModel. Made by load_head."""
 
     def __init__(
@@ -104,18 +105,19 @@ class NativeHeadModel(NativeDecoder):
         self.spec = spec
         self._projection = projection
 
+    @override
     def session(self, n_ctx: int | None = None) -> NativeHeadSession:
-        """See HeadModel.session."""
         return NativeHeadSession(self, check_session_size(n_ctx, self.n_ctx))
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See HeadModel.forward and NativeModel.forward."""
         check_sessions(self, batch)
         sessions: list[NativeHeadSession] = [rows.session for rows in batch]
         return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
 
+    @override
     def combine(self, rows: ArrayLike) -> Features:
-        """See HeadSession.combine."""
         self.check_open()
         n = len(np.asarray(rows))
         of_target = check_features(rows, n, self.spec.n_rows)
@@ -126,20 +128,20 @@ class NativeHeadModel(NativeDecoder):
             self._projection.run(of_target, features)
         return features
 
+    @override
     def memory(self) -> MemoryUse:
-        """See HeadModel.memory."""
         use = super().memory()
         features = self.spec.features
         of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
         return MemoryUse(use.weights, 0, use.activations + of_features)
 
+    @override
     def close(self) -> None:
-        """See HeadModel.close."""
         super().close()
         self._projection = None
 
 
-class NativeHeadSession(NativeText):
+class NativeHeadSession(NativeText, HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
@@ -147,10 +149,11 @@ class NativeHeadSession(NativeText):
         self.model = model
 
     @property
+    @override
     def spec(self) -> HeadSpec:
-        """See HeadSession.spec."""
         return self.model.spec
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -176,7 +179,7 @@ class NativeHeadSession(NativeText):
             raise ShapeError("rows of a draft head need features, one a token: found none")
         return self._checked(rows, (self.spec.feature_tap,), rows.features)
 
+    @override
     def combine(self, rows: ArrayLike) -> Features:
-        """See HeadSession.combine."""
         self._open()
         return self.model.combine(rows)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Rows, Watcher
+from edgeinfer.backends.base import ExpertTier, Model, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
@@ -17,13 +16,14 @@ from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
-from edgeinfer.backends.native.tuning import Fields, Tuning
+from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import EdgeInferError
 from edgeinfer.file_identity import FileWatch
-from edgeinfer.models import Experts, ModelSpec
+from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 from edgeinfer.types import Device, MemoryPlan, MemoryUse, Output
 
@@ -177,7 +177,7 @@ class NativeDecoder(OfOneProcess):
         return joint.outputs()
 
 
-class NativeModel(NativeDecoder):
+class NativeModel(NativeDecoder, Model):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
     The model file may be closed: what is still read from it, embedding rows and experts, has it open for itself.
@@ -187,16 +187,18 @@ class NativeModel(NativeDecoder):
     tuning: Tuning | None = None
 
     @property
+    @override
     def spec(self) -> ModelSpec:
         """Sizes and layers."""
         return self.decoder_spec
 
+    @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
-        """See Model.session."""
         cache_type = self._cache_type if cache_type is None else cache_type
         check_cache(cache_type, self.spec)
         return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
 
+    @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
         """See Model.forward. Rows of all texts go through the layers together, n_batch per pass.
 
@@ -253,18 +255,6 @@ class NativeModel(NativeDecoder):
             return None
         return ExpertCache(self._experts, decoder, self._expert_cache_bytes)
 
-    def set_expert_prefetch(self, share: float) -> None:
-        """Read this share of the experts of a token ahead in all layers but the first one with experts, 0 for none.
-
-        See ExpertCache.set_prefetch; without an expert cache there is nothing to read.
-        """
-        cache = self.expert_cache
-        if cache is None:
-            return
-        for layer, block in enumerate(layer.ffn for layer in self.spec.layers):
-            if isinstance(block, Experts):
-                cache.set_prefetch(layer, math.ceil(share * block.n_used))
-
     def expert_stats(self) -> _core.ExpertStats | None:
         """What the cache of experts did since the model was loaded, by layer; None where all are in memory."""
         cache = self.expert_cache
@@ -274,16 +264,12 @@ class NativeModel(NativeDecoder):
         """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
         self.decoder().set_tier(tier)
 
-    def packed_weights(self) -> NDArray[np.uint8]:
-        """All packed weights, (n_bytes,), read-only, without a copy."""
-        return self.weights().data
-
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a text of its own for passes of up to n_tokens."""
         return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
 
 
-class TunedDecoder:
+class TunedDecoder(Tunable):
     """See tuning.Tunable. state: of the text whose passes are timed."""
 
     def __init__(self, decoder: _core.Decoder, state: _core.TextState) -> None:
@@ -293,18 +279,18 @@ class TunedDecoder:
         self.groups_at_once = decoder.groups_at_once
         self.weight_bytes = decoder.part_bytes(1, 0)
 
+    @override
     def prefetch(self, is_ternary: bool, n: int) -> Fields:
-        """See Tunable.prefetch."""
         return self._decoder.prefetch(is_ternary, n)
 
+    @override
     def set_prefetch(self, is_ternary: bool, n: int, fields: Fields) -> None:
-        """See Tunable.set_prefetch."""
         self._decoder.set_prefetch(is_ternary, n, fields)
 
+    @override
     def seconds_of_part(self, n: int, n_parts: int, part: int) -> float:
-        """See Tunable.seconds_of_part."""
         return self._decoder.seconds_of_part(self._state, n, n_parts, part)
 
+    @override
     def part_bytes(self, n_parts: int, part: int) -> int:
-        """See Tunable.part_bytes."""
         return self._decoder.part_bytes(n_parts, part)

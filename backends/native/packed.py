@@ -48,7 +48,7 @@ _MAX_EDGES, _EVEN_PLACES, _SAMPLE_BYTES = 512, 64, 4096
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file of the model that packed weights were made from. samples: hash of the header and of some of the rest."""
 
     size: int
@@ -68,7 +68,7 @@ class Header:
     n_expert_bytes: int
     ternary_bits: TernaryBits
     sha256: str
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFile, ...]
 
 
 class Packed(NamedTuple):
@@ -121,7 +121,7 @@ def write_packed(
     write_experts: gives the records of all experts, n_expert_bytes in all, to the function that it is called with.
     """
     sources = tuple(
-        Source(model.size(part), samples_of(model, part), sha256_of_file(model, part))
+        SourceFile(model.size(part), samples_of(model, part), sha256_of_file(model, part))
         for part in range(len(model.paths))
     )
     header = Header(LAYOUT, weights.nbytes, n_expert_bytes, ternary_bits, "0" * 64, sources)
@@ -223,7 +223,7 @@ def _thinned(values: list[int], most: int) -> list[int]:
     return [values[i * (len(values) - 1) // max(1, most - 1)] for i in range(most)]
 
 
-def _check_sources(path: Path, sources: tuple[Source, ...], model: ModelFile) -> None:
+def _check_sources(path: Path, sources: tuple[SourceFile, ...], model: ModelFile) -> None:
     """Raises BadPack if sizes or samples of the model's files are not those that were packed."""
     stale = f"has changed since it was packed; {_remedy(path)}"
     if len(sources) != len(model.paths):
@@ -319,7 +319,7 @@ def _header(fields: dict[str, Any]) -> Header:
     """The header in JSON's values. Raises ValueError, KeyError, TypeError."""
     bits = get_args(TernaryBits)[get_args(TernaryBits).index(fields["ternary_bits"])]
     sources = tuple(
-        Source(_integer(each["size"]), _hash(each["samples"]), _hash(each["sha256"]))
+        SourceFile(_integer(each["size"]), _hash(each["samples"]), _hash(each["sha256"]))
         for each in cast(list[dict[str, Any]], fields["sources"])
     )
     n_bytes, n_expert_bytes = _integer(fields["n_bytes"]), _integer(fields["n_expert_bytes"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import Rows, Session
 from edgeinfer.backends.checks import (
     check_features,
     check_links,
@@ -27,6 +27,7 @@ from edgeinfer.backends.native.passes import TextRows, interrupted
 from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.one_process import OfOneProcess
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 from edgeinfer.types import LogitsRows, MemoryUse, Output
 
@@ -42,7 +43,7 @@ class NativeText(OfOneProcess):
 
     def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
         self.n_ctx = n_ctx
-        self.n_batch = decoder.n_batch
+        self.n_batch: int = decoder.n_batch
         self._decoder = decoder
         self._state: _core.TextState | None = decoder.state(n_ctx, cache_type)
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
@@ -191,7 +192,7 @@ class NativeText(OfOneProcess):
         return self._state
 
 
-class NativeSession(NativeText):
+class NativeSession(NativeText, Session):
     """See edgeinfer.backends.base.BranchingSession."""
 
     def __init__(self, model: NativeModel, n_ctx: int, cache_type: CacheType) -> None:
@@ -200,10 +201,11 @@ class NativeSession(NativeText):
         self._parked: dict[int, list[int]] = {}  # texts that the state has parked, by its number
 
     @property
+    @override
     def spec(self) -> ModelSpec:
-        """See Session.spec."""
         return self.model.spec
 
+    @override
     def forward(
         self,
         tokens: ArrayLike,
@@ -225,6 +227,7 @@ class NativeSession(NativeText):
             raise InvalidArgument("only rows of draft heads have features")
         return self._checked(rows, check_taps(rows.hidden, self.spec.n_layers), None)
 
+    @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Finds the last texts too, as long as their memory was not needed for another.
 

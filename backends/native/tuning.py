@@ -61,20 +61,9 @@ Fields: TypeAlias = tuple[int, bool, int, int, int, int, int, bool]
 class Tunable(Protocol):
     """What of the C++ decoder is tuned."""
 
-    @property
-    def streams_at_once(self) -> int:
-        """See Search."""
-        ...
-
-    @property
-    def groups_at_once(self) -> int:
-        """See Search."""
-        ...
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the weights that a token reads."""
-        ...
+    streams_at_once: int  # see Search
+    groups_at_once: int
+    weight_bytes: int  # of the weights that a token reads
 
     def prefetch(self, is_ternary: bool, n: int) -> Fields:
         """The fields of the choice for n tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress
+from edgeinfer.backends.base import HeadModel, Progress
 from edgeinfer.backends.device_session import DeviceHeadModel
 from edgeinfer.backends.onnx.decoder import build_head, build_projection
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
@@ -14,6 +14,7 @@ from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graphs
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features, MemoryPlan
 
@@ -49,13 +50,14 @@ class OnnxHeadBackend:
         return OnnxHeadModel(decoder, spec, plan, projection)
 
 
-class OnnxHeadModel(DeviceHeadModel[OnnxDecoder]):
+class OnnxHeadModel(DeviceHeadModel[OnnxDecoder], HeadModel):
     """See edgeinfer.backends.base.HeadModel. projection: the graph of spec.features."""
 
     def __init__(self, decoder: OnnxDecoder, spec: HeadSpec, plan: MemoryPlan, projection: Program | None) -> None:
         super().__init__(decoder, spec, plan)
         self._projection = projection
 
+    @override
     def combine(self, rows: ArrayLike) -> Features:
         """See HeadSession.combine. Raises BackendLost if the provider fails."""
         of_target = super().combine(rows)
@@ -72,7 +74,7 @@ class OnnxHeadModel(DeviceHeadModel[OnnxDecoder]):
             self._projection.run(binding)
         return features
 
+    @override
     def close(self) -> None:
-        """See HeadModel.close."""
         self._projection = None
         super().close()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Progress
-from edgeinfer.backends.device_session import Batch, DeviceModel
+from edgeinfer.backends.device_session import Batch, DeviceDecoder, DeviceModel
 from edgeinfer.backends.onnx.attention import bias_name, windows_of
 from edgeinfer.backends.onnx.decoder import HIDDEN, build_model, build_move
 from edgeinfer.backends.onnx.graph import Graph
@@ -18,6 +18,7 @@ from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_b
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 
@@ -99,7 +100,7 @@ class Cache:
         return sum(buffer.n_bytes for name, buffer in self.buffers.items() if name.startswith("past"))
 
 
-class OnnxDecoder:
+class OnnxDecoder(DeviceDecoder):
     """A graph in memory; see DeviceDecoder. plan: its n_ctx is that of the graph."""
 
     def __init__(
@@ -120,6 +121,7 @@ class OnnxDecoder:
         self.program = Program(graph, provider, device.n_threads, progress)
         self._move = Program(build_move(spec), provider, device.n_threads) if spec.layers else None
 
+    @override
     def new_cache(self, n_ctx: int) -> Cache:
         """See DeviceDecoder.new_cache. A graph with slots has a cache of the size that was planned."""
         whole = self._plan.n_ctx
@@ -132,22 +134,25 @@ class OnnxDecoder:
                 )
         return Cache(self.provider, self.spec, whole if self._has_slots else n_ctx)
 
+    @override
     def cache_bytes(self, cache: Cache) -> int:
-        """See DeviceDecoder.cache_bytes."""
         return cache.n_bytes
 
+    @override
     def memory(self) -> MemoryUse:
         """Bytes of the constants and of a pass, as they were planned."""
         return MemoryUse(self._plan.use.weights, 0, self._plan.use.activations)
 
+    @override
     def begin(self) -> None:
-        """See DeviceDecoder.begin."""
         self.program.start()
 
+    @override
     def interrupt(self) -> None:
         """See DeviceDecoder.interrupt. It is looked for before each operator."""
         self.program.interrupt()
 
+    @override
     def forward(
         self,
         cache: Cache,
@@ -157,7 +162,6 @@ class OnnxDecoder:
         taps: Sequence[int],
         tapped: HiddenStates,
     ) -> None:
-        """See DeviceDecoder.forward."""
         given: dict[str, NDArray[Any]] = {
             "input_ids": batch.ids[None].astype(np.int64),
             "logit_rows": rows.astype(np.int64),
@@ -174,8 +178,8 @@ class OnnxDecoder:
         binding.take(taken)
         self.program.run(binding)
 
+    @override
     def keep_path(self, cache: Cache, rows: NDArray[np.int32], n_past: int) -> None:
-        """See DeviceDecoder.keep_path."""
         if self._move is not None:
             binding = self._move.binding(cache.buffers)
             slots = n_past + np.arange(len(rows), dtype=np.int64)

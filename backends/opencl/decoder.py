@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Progress
-from edgeinfer.backends.device_session import Batch
+from edgeinfer.backends.device_session import Batch, DeviceDecoder
 from edgeinfer.backends.opencl.cache import Cache
 from edgeinfer.backends.opencl.device import Buffer, Kernel, OpenCLDevice
 from edgeinfer.backends.opencl.matrices import RUN, Activations
@@ -26,6 +26,7 @@ from edgeinfer.backends.opencl.parts import (
 from edgeinfer.backends.opencl.weights import DeviceAttention, DeviceDense, Linear, Weights
 from edgeinfer.errors import Interrupted
 from edgeinfer.models import Activation, Attention, ModelSpec
+from edgeinfer.overriding import override
 from edgeinfer.types import HiddenStates, Logits, MemoryUse
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clamped_swiglu": 3}  # see gate.cl
@@ -34,7 +35,7 @@ _OF_ATTENTION = ("turn_and_store", "attend", "keep_path")
 _OF_FRONT = ("silu", "blend", "take_parents")
 
 
-class Decoder:
+class Decoder(DeviceDecoder):
     """Weights on a device and the buffers of a pass; see DeviceDecoder. Whatever fails there raises BackendLost.
 
     group: work-items of those groups that sum together.
@@ -54,26 +55,29 @@ class Decoder:
         self._activation_bytes = device.n_allocated - n_before
         self.weights = Weights(device, parts, progress)
 
+    @override
     def new_cache(self, n_ctx: int) -> Cache:
-        """See DeviceDecoder.new_cache."""
         return Cache(self.device, self.spec, n_ctx)
 
+    @override
     def cache_bytes(self, cache: Cache) -> int:
-        """See DeviceDecoder.cache_bytes."""
         return cache.n_bytes
 
+    @override
     def memory(self) -> MemoryUse:
         """Bytes of the buffers of weights and of a pass."""
         return MemoryUse(self.weights.n_bytes, 0, self._activation_bytes)
 
+    @override
     def begin(self) -> None:
-        """See DeviceDecoder.begin."""
         self._stopped = False
 
+    @override
     def interrupt(self) -> None:
         """See DeviceDecoder.interrupt. It is looked for before each batch and each layer."""
         self._stopped = True
 
+    @override
     def forward(
         self,
         cache: Cache,
@@ -83,7 +87,6 @@ class Decoder:
         taps: Sequence[int],
         tapped: HiddenStates,
     ) -> None:
-        """See DeviceDecoder.forward."""
         self.run(cache, batch, taps, tapped)
         for first in range(0, len(rows), HEAD_ROWS):
             here = rows[first : first + HEAD_ROWS]
@@ -92,8 +95,8 @@ class Decoder:
         if not len(rows):
             self.device.finish()
 
+    @override
     def keep_path(self, cache: Cache, rows: NDArray[np.int32], n_past: int) -> None:
-        """See DeviceDecoder.keep_path."""
         moved = np.flatnonzero(rows != np.arange(len(rows)))
         if not moved.size or not cache.of_shape:
             return

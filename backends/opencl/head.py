@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress
+from edgeinfer.backends.base import HeadModel, Progress
 from edgeinfer.backends.checks import check_features, check_session_size, check_tokens
 from edgeinfer.backends.device_session import DeviceHeadModel, DeviceHeadSession
 from edgeinfer.backends.opencl.decoder import Decoder
@@ -17,6 +17,7 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan, Nodes
 
@@ -44,7 +45,7 @@ class OpenCLHeadBackend:
         return OpenCLHeadModel(head, spec, *self._target, plan, OpenCLDevice(self.info), progress)
 
 
-class OpenCLHeadModel(DeviceHeadModel[Decoder]):
+class OpenCLHeadModel(DeviceHeadModel[Decoder], HeadModel):
     """See edgeinfer.backends.base.HeadModel. Both files may be closed afterwards.
 
     device: not shared with another model.
@@ -63,8 +64,8 @@ class OpenCLHeadModel(DeviceHeadModel[Decoder]):
         parts = ModelParts.read_head(head, spec, target, target_spec)
         super().__init__(Decoder(device, parts, spec.decoder, plan.n_batch, progress), spec, plan)
 
+    @override
     def session(self, n_ctx: int | None = None) -> OpenCLHead:
-        """See HeadModel.session."""
         return OpenCLHead(self, check_session_size(n_ctx, self.n_ctx))
 
 

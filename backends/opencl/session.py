@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import Progress
+from edgeinfer.backends.base import Model, Progress
 from edgeinfer.backends.checks import check_parents, check_tokens
 from edgeinfer.backends.device_session import DeviceModel, DeviceSession, DeviceText, chain_batch
 from edgeinfer.backends.opencl.decoder import Decoder
@@ -19,6 +19,7 @@ from edgeinfer.backends.opencl.parts import MAX_NODES, TOP, ModelParts, activati
 from edgeinfer.errors import BudgetExceeded, ContextOverflow, InvalidArgument
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType, LoadSettings
 from edgeinfer.types import Device, Features, MemoryPlan, MemoryUse, Nodes, TokenIds
 
@@ -84,7 +85,7 @@ def plan_parts(
     return MemoryPlan(settings, use)
 
 
-class OpenCLModel(DeviceModel[Decoder]):
+class OpenCLModel(DeviceModel[Decoder], Model):
     """See edgeinfer.backends.base.Model. The file may be closed afterwards.
 
     device: not shared with another model.
@@ -100,8 +101,8 @@ class OpenCLModel(DeviceModel[Decoder]):
     ) -> None:
         super().__init__(Decoder(device, ModelParts.read(model, spec), spec, plan.n_batch, progress), plan)
 
+    @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> OpenCLSession:
-        """See Model.session."""
         return OpenCLSession(self, self.checked_size(n_ctx, cache_type))
 
 

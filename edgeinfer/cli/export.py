@@ -233,8 +233,8 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
 
 def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
     """Bytes of weights with which a load takes no more than that. Raises BudgetExceeded, ModelFileError."""
-    from edgeinfer.exporters.calibration.running import model_file_of
     from edgeinfer.exporters.source import open_source
+    from edgeinfer.exporters.virtual_file import model_file_of
     from edgeinfer.loading.weight_size import weight_bytes_that_fit
 
     with open_source(source) as opened, model_file_of(opened) as file:

@@ -2,15 +2,15 @@
 
 All of it is arithmetic with times that were measured before: of an expert with some rows on either device, of moving
 one to the GPU, of reading one from disk. The CPU, the GPU, the link between them and the disk work at the same time.
-What is best by this model has been simulated on recorded routing (placement_simulation), not measured on a GPU.
+What is best by this model has been simulated on recorded routing (tests/support/placement_simulation.py), not measured
+on a GPU.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,34 +88,11 @@ def interpolated(measured: Mapping[int, float]) -> Seconds:
     return seconds
 
 
-def assign(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """Who computes which of a layer's experts, by a greedy rule.
-
-    At first the GPU has those that it holds and the CPU the others. Then one expert at a time changes sides, that whose
-    change lets the layer end soonest, as long as one does: experts with many rows go to the GPU, which rows slow down
-    less, with the transfer hidden behind what it computes, and those with few rows to a CPU that would be idle. Of
-    equals it is the first one. Never slower, by these times, than the CPU alone.
-    """
-    best = _climb(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
-    alone = on_cpu(wanted, times)
-    return alone if alone.seconds < best.seconds else best
-
-
-def on_cpu(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """All on the CPU."""
-    return timed(frozenset(), wanted, times)
-
-
-def where_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """The GPU computes what it holds and the CPU all else; nothing is moved."""
-    return timed(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
-
-
 def assign_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """As assign, where nothing can be moved to the GPU within a layer, in a time that is linear in the experts.
+    """Who computes which of a layer's experts, where nothing can be moved to the GPU within a layer.
 
-    Of what the GPU holds, those with the fewest rows go to the CPU as long as that lets the layer end sooner: rows slow
-    the GPU down less. What is not in memory stays with the GPU.
+    The time to decide is linear in the experts. Of what the GPU holds, those with the fewest rows go to the CPU as long
+    as that lets the layer end sooner: rows slow the GPU down less. What is not in memory stays with the GPU.
     """
     held = sorted((of for of in wanted if of.on_gpu), key=lambda of: (of.rows, of.expert))
     on_gpu = frozenset(of.expert for of in held)
@@ -126,13 +103,6 @@ def assign_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignmen
         if of.in_memory and max(moved_cpu, moved_gpu) < max(cpu, gpu):
             cpu, gpu, on_gpu = moved_cpu, moved_gpu, on_gpu - {of.expert}
     return timed(on_gpu, wanted, times)
-
-
-def best_of_all(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """The fastest of all 2^n ways to divide n experts, for tests with few of them."""
-    experts = [of.expert for of in wanted]
-    ways = (frozenset(part) for n in range(len(experts) + 1) for part in combinations(experts, n))
-    return min((timed(way, wanted, times) for way in ways), key=lambda found: found.seconds)
 
 
 def timed(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
@@ -158,30 +128,6 @@ def timed(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertT
         disk += times.read
         cpu = max(cpu, disk) + times.cpu(of.rows)
     return Assignment(_names(near + far), _names(held + moved), _names(moved), cpu, gpu)
-
-
-def _climb(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
-    """Change sides of one expert after the other, as long as that lets the layer end sooner."""
-    best = timed(on_gpu, wanted, times)
-    while True:
-        ways = (on_gpu ^ {of.expert} for of in _one_of_each(wanted, on_gpu))
-        found = min(((timed(way, wanted, times), way) for way in ways), key=lambda at: _end(at[0]), default=None)
-        if found is None or _end(found[0]) >= _end(best):
-            return best
-        best, on_gpu = found
-
-
-def _end(found: Assignment) -> tuple[float, float]:
-    """What is to be small: the end of the layer, then the time of both devices together."""
-    return found.seconds, found.cpu_seconds + found.gpu_seconds
-
-
-def _one_of_each(wanted: Sequence[WantedExpert], on_gpu: frozenset[int]) -> Iterable[WantedExpert]:
-    """Of experts that differ in nothing but their index, the first one."""
-    kinds: dict[tuple[object, ...], WantedExpert] = {}
-    for of in wanted:
-        kinds.setdefault((of.rows, of.on_gpu, of.in_memory, of.expert in on_gpu), of)
-    return kinds.values()
 
 
 def _names(experts: Sequence[WantedExpert]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.offload.routing import Routing
+from edgeinfer.overriding import override
 
 _NEVER = 1 << 62
 
@@ -33,19 +34,19 @@ class CachePolicy(Protocol):
         ...
 
 
-class LeastRecent:
+class LeastRecent(CachePolicy):
     """Evicts what was wanted the longest time ago (LRU). capacity: experts."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._held: OrderedDict[tuple[int, int], None] = OrderedDict()
 
+    @override
     def holds(self, layer: int, expert: int) -> bool:
-        """See CachePolicy."""
         return (layer, expert) in self._held
 
+    @override
     def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """See CachePolicy."""
         missing = []
         for expert in wanted:
             if self.holds(layer, expert):
@@ -60,7 +61,7 @@ class LeastRecent:
         return evicted
 
 
-class PassRecency:
+class PassRecency(CachePolicy):
     """Evicts what was not wanted the largest number of times that its layer was computed since its last use, as the
     native expert store does.
 
@@ -77,12 +78,12 @@ class PassRecency:
         self._layers: dict[int, int] = {}  # by pass: one bit for each layer with experts last wanted then
         self._experts: dict[tuple[int, int], int] = {}  # by pass and layer: one bit for each of them
 
+    @override
     def holds(self, layer: int, expert: int) -> bool:
-        """See CachePolicy."""
         return (layer, expert) in self._last
 
+    @override
     def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """See CachePolicy."""
         missing = [expert for expert in wanted if not self.holds(layer, expert)]
         for expert in wanted:
             if self.holds(layer, expert):
@@ -125,7 +126,7 @@ class PassRecency:
                 del self._layers[number]
 
 
-class Farthest:
+class Farthest(CachePolicy):
     """Evicts what will be wanted last (Belady, IBM Systems Journal 5(2), 1966): no policy has more hits.
 
     It knows the routing, which begin must be told from its first pass on.  capacity: experts.
@@ -143,12 +144,12 @@ class Farthest:
         self._next: dict[tuple[int, int], int] = {}  # of what is held
         self._heap: list[tuple[int, int, int]] = []  # (-next use, layer, expert), with entries that are out of date
 
+    @override
     def holds(self, layer: int, expert: int) -> bool:
-        """See CachePolicy."""
         return (layer, expert) in self._next
 
+    @override
     def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        """See CachePolicy."""
         self._now += 1
         for expert in wanted:  # what is wanted now is no candidate
             self._next.pop((layer, expert), None)

@@ -15,9 +15,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher
+from edgeinfer.backends.base import ExpertTier, Watcher
 from edgeinfer.errors import BackendLost, warn
 from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
+from edgeinfer.overriding import override
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
 _MOST_KNOWN = 1024  # decisions that are kept
@@ -59,7 +60,7 @@ class TierStats:
     uploads: int = 0
 
 
-class DeviceTier:
+class DeviceTier(ExpertTier):
     """See backends.base.ExpertTier: experts of a loaded model on a device, which decides by measured times.
 
     title: of the device, for messages.  n_experts: by layer.  times: of one expert on CPU and device.  is_cached: the
@@ -91,11 +92,6 @@ class DeviceTier:
             self._device.upload(slot, layer, expert)
             self._slots[layer][expert] = slot
             self._cache.keep(layer, expert)
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether the device works, as far as is known."""
-        return self._device is not None
 
     def describe(self) -> str:
         """A line for people: what it holds, and what it did since the model was loaded."""
@@ -131,8 +127,8 @@ class DeviceTier:
 
     # ---- in a layer --------------------------------------------------------------------------------------------------
 
+    @override
     def choose(self, layer: int, experts: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-        """See ExpertTier.choose."""
         if self._device is None:
             return ()
         most, held = max(rows), self._slots[layer]
@@ -157,8 +153,8 @@ class DeviceTier:
         ]
         return assign_held(wanted, self.times).gpu
 
+    @override
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
-        """See ExpertTier.start."""
         if self._device is None:
             return
         places = [(self._slots[layer][expert], n) for expert, n in zip(experts, rows, strict=True)]
@@ -167,8 +163,8 @@ class DeviceTier:
         except BackendLost as error:
             self._drop(str(error))
 
+    @override
     def finish(self) -> NDArray[np.float32] | None:
-        """See ExpertTier.finish."""
         if self._device is None:
             return None
         started = time.perf_counter()

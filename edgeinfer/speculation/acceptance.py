@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS
+from edgeinfer.speculation.drafters.base import AcceptanceModel
 from edgeinfer.speculation.tree import DraftTree
 
 _PRIOR_WEIGHT = 10.0  # observations that the drafter's own estimate counts for
@@ -48,7 +50,7 @@ class ChainLengthRule:
         return more_expected * cost > expected * more_cost
 
 
-class AcceptanceTable:
+class AcceptanceTable(AcceptanceModel):
     """The `AcceptanceModel` (edgeinfer.speculation.drafters.base) of one drafter.
 
     acceptance_rate: of its chains where that is known beforehand; see the property.
@@ -66,8 +68,8 @@ class AcceptanceTable:
         self._prior = _RATE_WEIGHT * (_RATE if acceptance_rate is None else acceptance_rate), _RATE_WEIGHT
         self._accepted, self._all = self._prior
 
+    @override
     def probability(self, bucket: int, depth: int, p: float) -> float:
-        """See AcceptanceModel."""
         counts = self._counts.get(bucket * _N_DEPTHS + _DEPTH[depth])
         if counts is not None:
             p = (_PRIOR_WEIGHT * p + counts[0]) / (_PRIOR_WEIGHT + counts[1])
@@ -78,8 +80,8 @@ class AcceptanceTable:
         """Of the first chain of each draft, up to its first rejected token: accepted tokens over all of them."""
         return self._accepted / self._all
 
+    @override
     def should_extend(self, path_probabilities: Sequence[float]) -> bool:
-        """See AcceptanceModel."""
         return self.length_rule.should_extend(path_probabilities, self.acceptance_rate)
 
     def learn(self, tree: DraftTree, new_tokens: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.expert_passes import ExpertPasses, PassExperts
 
@@ -59,13 +60,14 @@ class ExpertCostModel(CostModel):
         return min(missing / wanted, 1.0) if wanted else self.missing_share
 
     @property
+    @override
     def may_be_padded(self) -> bool:
         """See CostModel: dummy tokens would evict experts."""
         return not self._passes.is_cached
 
     @property
+    @override
     def is_doubtful(self) -> bool:
-        """See CostModel."""
         now = self.milliseconds(self._n_context)
         return now[2] > MAX_RATIO_OF_TWO * max(1.0, self._unions[2]) * now[1]
 
@@ -73,8 +75,8 @@ class ExpertCostModel(CostModel):
         """Milliseconds of a pass of n tokens whose experts are all in memory."""
         return max(self.milliseconds(n_past)[n] - self._expected_wait(n), 0.0)
 
+    @override
     def observe(self, n: int, n_past: int, milliseconds: float, is_disturbed: bool = False) -> None:
-        """See CostModel."""
         if n == 1 and not self._passes.is_cached:  # always the same experts, and no waits: nothing more to learn
             super().observe(n, n_past, milliseconds, is_disturbed)
         elif 1 <= n <= MAX_TOKENS:
@@ -82,8 +84,8 @@ class ExpertCostModel(CostModel):
             super().observe(n, n_past, self._usual(n, n_past, seen, milliseconds), is_disturbed)
             self._learn(n, seen)
 
+    @override
     def correct(self, n: int, n_past: int, milliseconds: float) -> None:
-        """See CostModel."""
         super().correct(n, n_past, self._usual(n, n_past, self._passes.last(), milliseconds))
 
     def _usual(self, n: int, n_past: int, seen: PassExperts, milliseconds: float) -> float:
@@ -128,6 +130,7 @@ class ExpertCostModel(CostModel):
         of_union = self._union_ms * (self._unions[n] - self._of_curve[n])
         return max(of_union, (_LEAST_SHARE - 1.0) * of_curve) + self._expected_wait(n)
 
+    @override
     def _corrected(self) -> CostCurve:
         """See CostModel: without what was waited for, which the next load will learn again."""
         kept, self._added = (

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from edgeinfer.backends.native import NativeModel
 from edgeinfer.models import Experts, ModelSpec
+from edgeinfer.overriding import override
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class ExpertPasses(Protocol):
         ...
 
 
-class PassesOf:
+class PassesOf(ExpertPasses):
     """The passes of a loaded model with experts. See ExpertPasses."""
 
     def __init__(self, model: NativeModel) -> None:
@@ -53,26 +54,26 @@ class PassesOf:
         self._bytes_of_token = model.expert_bytes_of_token
 
     @property
+    @override
     def is_cached(self) -> bool:
-        """See ExpertPasses."""
         return self._cache is not None
 
     @property
+    @override
     def byte_share(self) -> float:
-        """See ExpertPasses."""
         return self._bytes_of_token / (self._bytes_of_token + self._model.decoder().weight_bytes)
 
     @property
+    @override
     def disk_ms(self) -> float:
-        """See ExpertPasses."""
         if self._cache is None:
             return 0.0
         stats = self._cache.stats()
         n_read = sum(layer.bytes_read for layer in stats.layers)
         return 1e3 * stats.busy_seconds * self._bytes_of_token / n_read if n_read else 0.0
 
+    @override
     def last(self) -> PassExperts:
-        """See ExpertPasses."""
         union = self._model.expert_union()
         if self._cache is None:
             return PassExperts(union)

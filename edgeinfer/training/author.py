@@ -15,7 +15,7 @@ from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.sampling import SamplingParams, sample
-from edgeinfer.training.corpus import Request, Text
+from edgeinfer.training.corpus import AnswerRequest, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
 from edgeinfer.types import Logits, LogitsRows, Output
 
@@ -40,10 +40,10 @@ class TurnAuthor(ABC):
         self._context = context
         self._max_tokens = max_tokens
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         """See Author.write. A text for each turn of a request, with all that went before it."""
         messages: list[list[dict[str, str]]] = [[] for _ in requests]
-        texts: list[list[Text]] = [[] for _ in requests]
+        texts: list[list[TrainingText]] = [[] for _ in requests]
         params = [request.params for request in requests]
         for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
             asked: list[Asked] = []
@@ -53,7 +53,7 @@ class TurnAuthor(ABC):
                     asked.append((number, encode(self._engine, messages[number])))
             for (number, prompt), (answer, rows) in self._answered(asked, params):
                 tokens = np.array(prompt + answer, dtype=np.int32)
-                texts[number].append(Text(tokens, len(prompt), params[number].is_greedy, rows))
+                texts[number].append(TrainingText(tokens, len(prompt), params[number].is_greedy, rows))
                 if turn + 1 < len(requests[number].prompt.turns):
                     content = self._engine.output_format.answer(prompt, answer)
                     messages[number].append({"role": "assistant", "content": content})
@@ -85,7 +85,7 @@ class NativeAuthor(TurnAuthor):
     every answer has the tokens that it would have alone.
 
     engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
-    taps: the rows that texts come with (Text.rows), those that NativeRecorder would record; None for texts without.
+    taps: the rows that texts come with (TrainingText.rows), as NativeRecorder records them; None for texts without.
     """
 
     n_prompts = 16

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import Answer, Asked, TurnAuthor
-from edgeinfer.training.features import Halves, Taps, checked_halves
+from edgeinfer.training.features import Halves, Recorder, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
@@ -214,7 +215,7 @@ class BatchAuthor(TurnAuthor):
         return torch.tensor(sorted(self._engine.tokenizer.stop_ids), dtype=torch.int64, device=self._target.device)
 
 
-class TorchRecorder:
+class TorchRecorder(Recorder):
     """Rows as the target in torch computes them: see Recorder."""
 
     def __init__(self, target: TorchTarget, n_texts: int, taps: Taps = True) -> None:
@@ -222,10 +223,11 @@ class TorchRecorder:
         self._target = target
         self._taps = taps
 
+    @override
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
-        """See Recorder.record."""
         return [checked_halves(rows.half().cpu().numpy()) for rows in self._target.text_features(texts, self._taps)]
 
+    @override
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
         """See Recorder.record_branches: in one pass, in which a branch sees what it stands behind, and itself."""
         device, (n, k), n_text = self._target.device, branches.shape, int(firsts[-1])

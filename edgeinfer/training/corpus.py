@@ -35,7 +35,7 @@ Report = Callable[[str, float], None]  # called with what is being done and the 
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """A prompt and the target's answer.  tokens: (n,) int32; the first n_prompt are the prompt, chat template included.
 
     If the target ended the answer, its last token is the end token.  rows: (n, n_rows) float16, the target's hidden
@@ -54,7 +54,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     """A prompt to answer, as what, and how."""
 
     prompt: Prompt
@@ -66,7 +66,7 @@ class Author(Protocol):
 
     n_prompts: int  # answered at once, and so the prompts of a shard
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         """The answers, one for each turn of each prompt that fits into the context."""
         ...
 
@@ -89,18 +89,18 @@ class Mix:
     chat: SamplingParams | None = None
     chat_share: float = 0.0
 
-    def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
+    def requests(self, prompts: Sequence[Prompt]) -> list[AnswerRequest]:
         """Every prompt once, then every prompt for the second time, and so on."""
         return [self.request(prompt, number) for number in range(self.n_answers) for prompt in prompts]
 
-    def request(self, prompt: Prompt, number: int = 0) -> Request:
+    def request(self, prompt: Prompt, number: int = 0) -> AnswerRequest:
         """The prompt with the parameters of its answer of that number, which depend on no other prompt."""
         if number == 0 and prompt.share("greedy", self.seed) < self.greedy_share:
-            return Request(prompt, SamplingParams(temperature=0.0, seed=0))
+            return AnswerRequest(prompt, SamplingParams(temperature=0.0, seed=0))
         noise = prompt.number(f"noise {number}" if number else "noise", self.seed)
         if self.chat is not None and prompt.share(f"chat {number}", self.seed) < self.chat_share:
-            return Request(prompt, replace(self.chat, seed=noise))
-        return Request(prompt, SamplingParams(temperature=self.temperature, seed=noise))
+            return AnswerRequest(prompt, replace(self.chat, seed=noise))
+        return AnswerRequest(prompt, SamplingParams(temperature=self.temperature, seed=noise))
 
 
 class Corpus:
@@ -122,7 +122,7 @@ class Corpus:
             number += 1
         return number
 
-    def texts(self, number: int) -> list[Text]:
+    def texts(self, number: int) -> list[TrainingText]:
         """What a shard has. Raises ModelFileError if it is damaged."""
         path = self.shard(number)
         try:
@@ -130,13 +130,13 @@ class Corpus:
                 ends = np.cumsum(shard["lengths"])
                 parts = np.split(shard["tokens"].astype(np.int32), ends[:-1]) if len(ends) else []
                 rows = zip(parts, shard["prompt_lengths"].tolist(), shard["is_greedy"].tolist(), strict=True)
-                return [Text(tokens, n_prompt, is_greedy) for tokens, n_prompt, is_greedy in rows]
+                return [TrainingText(tokens, n_prompt, is_greedy) for tokens, n_prompt, is_greedy in rows]
         except (ValueError, KeyError, OSError, EOFError, BadZipFile) as error:
             if is_from_handler(error):
                 raise
             raise ModelFileError(f"{path} is no shard of texts: {error}; remove it, and it is written anew") from error
 
-    def all_texts(self) -> list[Text]:
+    def all_texts(self) -> list[TrainingText]:
         """The texts of all shards, in their order."""
         return [text for number in range(self.n_shards) for text in self.texts(number)]
 
@@ -148,7 +148,7 @@ class Corpus:
         n_tokens: int | None,
         report: Report,
         share: tuple[int, int] = (0, 1),
-        keep_rows: Callable[[Path, Sequence[Text]], None] | None = None,
+        keep_rows: Callable[[Path, Sequence[TrainingText]], None] | None = None,
     ) -> None:
         """Write the shards that are missing, until there are answers of n_tokens tokens or all requests are answered.
 
@@ -193,7 +193,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
             )
 
 
-def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Text]) -> list[Corpus]:
+def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[TrainingText]) -> list[Corpus]:
     """The training texts of another run's folder, if they are of this target and no held-out prompt is among them.
 
     target: its fingerprint.  context: tokens that a text may have. Raises InvalidArgument.
@@ -219,7 +219,7 @@ def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Text
 
 
 def draft_vocabulary(
-    texts: Sequence[Text], n_vocab: int, size: int, always: Iterator[int], usual: Sequence[int] | TokenIds = ()
+    texts: Sequence[TrainingText], n_vocab: int, size: int, always: Iterator[int], usual: Sequence[int] | TokenIds = ()
 ) -> NDArray[np.int32]:
     """The tokens expected most often in answers, and those of `always`: at most size ids, ascending.
 
@@ -242,7 +242,7 @@ def draft_vocabulary(
     return np.sort(np.concatenate([order[: size - len(kept)], kept])).astype(np.int32)
 
 
-def _save(path: Path, texts: Sequence[Text]) -> None:
+def _save(path: Path, texts: Sequence[TrainingText]) -> None:
     buffer = io.BytesIO()
     tokens = [text.tokens for text in texts]
     np.savez(

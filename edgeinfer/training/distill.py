@@ -40,7 +40,7 @@ from edgeinfer.training.corpus import (
     Corpus,
     Mix,
     Report,
-    Text,
+    TrainingText,
     check_settings,
     draft_vocabulary,
     earlier_corpora,
@@ -296,7 +296,7 @@ class _Distillation:
         corpus.write(prompts, mix, self._author, n_tokens, report, self._workers.share, self._keep_rows)
         self._workers.wait()
 
-    def _keep_rows(self, shard: Path, texts: Sequence[Text]) -> None:
+    def _keep_rows(self, shard: Path, texts: Sequence[TrainingText]) -> None:
         """Keep the rows that texts come with, while there is room for them."""
         rows = [text.rows for text in texts if text.rows is not None]
         n_bytes = sum(each.nbytes for each in rows)

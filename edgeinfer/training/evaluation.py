@@ -22,7 +22,7 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.author import NativeAuthor, tree_rows
 from edgeinfer.training.batches import Batches
-from edgeinfer.training.corpus import Corpus, Mix, Report, Text
+from edgeinfer.training.corpus import Corpus, Mix, Report, TrainingText
 from edgeinfer.training.features import Features, NativeRecorder, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights
@@ -117,7 +117,7 @@ class _Judge:
     ) -> Corpus:
         """The target's answers, with its rows beside them."""
 
-        def keep_rows(shard: Path, texts: Sequence[Text]) -> None:
+        def keep_rows(shard: Path, texts: Sequence[TrainingText]) -> None:
             rows = [text.rows for text in texts if text.rows is not None]
             save_rows(rows_path(shard, self.head.taps), rows, self._n_rows)
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Session, run_text
 from edgeinfer.errors import ModelFileError, NumericalError
 from edgeinfer.files import write_whole
-from edgeinfer.training.corpus import Corpus, Report, Text
+from edgeinfer.overriding import override
+from edgeinfer.training.corpus import Corpus, Report, TrainingText
 from edgeinfer.types import TokenIds
 
 Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side
@@ -42,7 +43,7 @@ class Recorder(Protocol):
         ...
 
 
-class NativeRecorder:
+class NativeRecorder(Recorder):
     """Rows as the native engine computes them: what the head will see.
 
     Any thread may ask for rows: an evaluation's batches are made while another thread makes the next one to train on.
@@ -55,8 +56,8 @@ class NativeRecorder:
         self._taps = taps
         self._text = threading.Lock()  # held while the session has a text
 
+    @override
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
-        """See Recorder.record."""
         return [self._rows(tokens) for tokens in texts]
 
     def _rows(self, tokens: TokenIds) -> Halves:
@@ -67,8 +68,8 @@ class NativeRecorder:
         assert rows is not None
         return as_halves(rows)
 
+    @override
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
-        """See Recorder.record_branches."""
         found = []
         with self._text:
             self._session.truncate(0)
@@ -97,7 +98,7 @@ def checked_halves(rows: Halves) -> Halves:
 class Sample:
     """A text of a corpus and where its rows are: beside this shard, from this row on. number: the shard's, of all."""
 
-    text: Text
+    text: TrainingText
     shard: Path
     number: int
     first: int

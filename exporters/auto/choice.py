@@ -12,19 +12,18 @@ from typing import Any
 from edgeinfer import devices
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
-from edgeinfer.exporters.auto.candidates import Subject, subjects_of
-from edgeinfer.exporters.auto.divergence import Distance
-from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
-from edgeinfer.exporters.auto.speed import Speeds
-from edgeinfer.exporters.auto.verifying import drafted_tokens
-from edgeinfer.exporters.auto.windows import CalibrationText, windows_of
+from edgeinfer.exporters.auto.speed import Speeds, drafted_tokens
+from edgeinfer.exporters.auto.trial import CalibrationText, windows_of
 from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.calibration.prompts import HELD_OUT
-from edgeinfer.exporters.calibration.running import model_file_of, native_model
+from edgeinfer.exporters.calibration.running import native_model
 from edgeinfer.exporters.calibration.texts import answer_context, own_answers, texts_of_file
+from edgeinfer.exporters.divergence import Distance
 from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import MetadataValue, ModelFile
 from edgeinfer.speculation.cost import MAX_TOKENS

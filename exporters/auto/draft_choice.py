@@ -12,13 +12,12 @@ from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.auto.chains import Drafting
 from edgeinfer.exporters.auto.choice import bytes_of_chosen, parse_cost, state_path
-from edgeinfer.exporters.auto.draft_head import DraftHead
-from edgeinfer.exporters.auto.draft_model import DraftModel
 from edgeinfer.exporters.auto.draft_search import Drafted, DraftSearch
+from edgeinfer.exporters.auto.drafters import DraftHead, DraftModel
+from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.auto.speed import MOST_LOAD
-from edgeinfer.exporters.auto.state import State, fingerprint_of
-from edgeinfer.exporters.auto.target import Target, TargetText, open_target
-from edgeinfer.exporters.auto.trials import Types
+from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText, open_target
+from edgeinfer.exporters.auto.trial import Types, fingerprint_of
 from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source
@@ -77,7 +76,7 @@ def _search(
     source: Source,
     request: Request,
     imatrix: Imatrix | None,
-    target: Target,
+    target: MeasuredTarget,
     texts: Sequence[TargetText],
     lengths: Sequence[int],
     device: Device,
@@ -98,7 +97,10 @@ def _kept(state: State, name: str, value: float) -> float:
 
 
 def told(
-    search: DraftSearch, mixes: Mapping[str, Types], measured: Mapping[str, tuple[Drafted, float]], target: Target
+    search: DraftSearch,
+    mixes: Mapping[str, Types],
+    measured: Mapping[str, tuple[Drafted, float]],
+    target: MeasuredTarget,
 ) -> TypeChoice:
     """What is printed, written into the file and into the manifest. mixes: what was chosen, and others."""
     rows = {name: _row(search, types, *measured[name]) for name, types in mixes.items()}

@@ -8,18 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
-from edgeinfer.exporters.auto.agreement import MarginNoise
-from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options
-from edgeinfer.exporters.auto.candidates import Subject, uniform
-from edgeinfer.exporters.auto.chains import Drafting, Expected, Margins, acceptance, accepted
-from edgeinfer.exporters.auto.front import small_mix
-from edgeinfer.exporters.auto.machine_load import LoadMeter, MachineClock
-from edgeinfer.exporters.auto.pace import Pace
-from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, small_mix
+from edgeinfer.exporters.auto.candidates import Importance, Subject, uniform
+from edgeinfer.exporters.auto.chains import Drafting, Expected, MarginNoise, Margins, acceptance, accepted
+from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
-from edgeinfer.exporters.auto.state import State
+from edgeinfer.exporters.auto.speed import LoadMeter, MachineClock
 from edgeinfer.exporters.auto.target import TargetText
-from edgeinfer.exporters.auto.trials import Measured, Types, digest_of
+from edgeinfer.exporters.auto.trial import Measured, Types, digest_of
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
@@ -34,16 +30,8 @@ class Drafter(Protocol):
     """
 
     n_tokens: int
-
-    @property
-    def subjects(self) -> Sequence[Subject]:
-        """See above."""
-        ...
-
-    @property
-    def importance(self) -> Importance:
-        """See above."""
-        ...
+    subjects: Sequence[Subject]
+    importance: Importance
 
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
         """Losses of it with tensors rounded, along texts, by the noise in its margins."""

@@ -11,17 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
-from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
-from edgeinfer.exporters.auto.objective import Divergence, Objective
-from edgeinfer.exporters.auto.pace import Pace
-from edgeinfer.exporters.auto.rounding import Importance
+from edgeinfer.exporters.auto.candidates import Importance, Subject
+from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.sensitivity import GAIN, all_errors, loss_table, measured_losses
 from edgeinfer.exporters.auto.speed import Speeds
-from edgeinfer.exporters.auto.state import State, fingerprint_of
-from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.trials import Measured, Trials, Types, digest_of
-from edgeinfer.exporters.auto.windows import Window
+from edgeinfer.exporters.auto.trial import (
+    Divergence,
+    LossTrials,
+    Measured,
+    Objective,
+    TrialModel,
+    Types,
+    Window,
+    digest_of,
+    fingerprint_of,
+)
+from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
@@ -81,7 +86,7 @@ class Search:
             state = State(state, fingerprint_of(subjects, windows, importance))
         self._state = state
         self._choose = choose or self._least_loss
-        self._trials: Measured = trials or Trials(
+        self._trials: Measured = trials or LossTrials(
             source, subjects, importance, windows, device, objective or Divergence(), self._state
         )
         self.formats = sorted({type for subject in subjects for type in subject.formats}, key=_bits)

@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from edgeinfer.exporters.auto.allocation import Numbers
-from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.pace import Pace
-from edgeinfer.exporters.auto.rounding import Importance, errors_of
-from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.trials import Measured
+from edgeinfer.exporters.auto.candidates import Importance, Subject, errors_of
+from edgeinfer.exporters.auto.progress import Pace, State
+from edgeinfer.exporters.auto.trial import Measured
 from edgeinfer.exporters.request import Told
 from edgeinfer.models.gguf import GGMLType
 

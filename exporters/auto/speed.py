@@ -1,19 +1,25 @@
-"""What a product with a matrix costs in each format, measured with the native kernels on made-up matrices."""
+"""How busy other programs keep the machine while something is timed."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from edgeinfer import devices
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.machine import best_isa, build_id
-from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.machine_load import Clock, LoadMeter, MachineClock
+from edgeinfer.exporters.auto.candidates import Subject, uniform
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.overriding import override
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
+from edgeinfer.speculation.acceptance import AcceptanceTable
+from edgeinfer.speculation.calibration import SIZES
+from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.throughput import best_chain
 
 _WEIGHTS = 32 << 20  # of a matrix at most
 _BYTES = 32 << 20  # of matrices that follow one another, so that each comes from memory
@@ -21,6 +27,54 @@ _ROUNDS = 5
 _FILL = 0x55  # scales that are usual numbers
 MOST_LOAD = 0.2  # cores that others use, above which times are those of a busy machine
 _VERSION = 2
+_UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+
+
+class Clock(Protocol):
+    """What is read when a measurement begins and ends, all in seconds."""
+
+    def now(self) -> float:
+        """Time."""
+        ...
+
+    def own(self) -> float:
+        """CPU time of this process."""
+        ...
+
+    def all(self) -> float:
+        """CPU time of all programs."""
+        ...
+
+
+class MachineClock(Clock):
+    """The clocks of this machine, see Clock."""
+
+    @override
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @override
+    def own(self) -> float:
+        return time.process_time()
+
+    @override
+    def all(self) -> float:
+        return devices.busy_seconds()
+
+
+class LoadMeter:
+    """How many cores others use, from its making on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.now(), clock.own(), clock.all()
+
+    def load(self) -> float:
+        """Mean number of cores that others used."""
+        began, own, of_all = self._began
+        seconds = self._clock.now() - began
+        others = (self._clock.all() - of_all) - (self._clock.own() - own)
+        return max(0.0, others) / seconds if seconds > 0 else 0.0
 
 
 class Times(NamedTuple):
@@ -122,3 +176,25 @@ def _made_up(shape: tuple[int, int], type: GGMLType) -> list[_core.PackedMatrix]
     source = np.full(n_bytes, _FILL, dtype=np.uint8)
     matrix = [_core.PackedMatrix(int(type), *shape, source) for _ in range(max(1, _BYTES // n_bytes))]
     return matrix
+
+
+def drafted_tokens(subjects: Sequence[Subject], n_bytes: float, speeds: Speeds) -> int:
+    """Tokens of the passes with the most expected tokens a millisecond, for the usual acceptance and free drafts.
+
+    Passes are those of the largest uniform format that fits into n_bytes, or of the smallest one.
+    """
+    types = _fitting(subjects, n_bytes)
+    seconds = {n: sum(speeds.alone(subject, types[subject.name], n) for subject in subjects) for n in SIZES}
+    return best_pass(seconds)
+
+
+def best_pass(seconds: Mapping[int, float]) -> int:
+    """The same from the seconds of passes by number of tokens, at least 2."""
+    verify_ms = CostModel(CostCurve(0, seconds, 0, {})).milliseconds(0)
+    return 1 + best_chain(AcceptanceTable().acceptance_rate, 0.0, verify_ms, MAX_TOKENS - 1)[0]
+
+
+def _fitting(subjects: Sequence[Subject], n_bytes: float) -> dict[str, GGMLType]:
+    mixes = [uniform(subjects, GGMLType[name]) for name in _UNIFORM]
+    sizes = [sum(subject.n_bytes(types[subject.name]) for subject in subjects) for types in mixes]
+    return mixes[max((i for i, size in enumerate(sizes) if size <= n_bytes), default=0)]

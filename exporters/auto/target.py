@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
-from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of, model_file_of
+from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of
 from edgeinfer.exporters.calibration.texts import ANSWER_TOKENS, answer_context, asked, texts_of_file
 from edgeinfer.exporters.source import open_source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ class TargetText:
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredTarget:
     """A target in memory. verify_ms: (MAX_TOKENS + 1,) of passes by number of tokens."""
 
     file: ModelFile
@@ -95,7 +96,7 @@ def _up_to(texts: Sequence[TargetText], n_tokens: int) -> list[TargetText]:
 
 
 @contextmanager
-def open_target(path: Path, device: Device) -> Iterator[Target]:
+def open_target(path: Path, device: Device) -> Iterator[MeasuredTarget]:
     """A target as it runs when something drafts for it, calibrated.
 
     Raises UnsupportedModel, ModelFileError, BudgetExceeded.
@@ -110,6 +111,6 @@ def open_target(path: Path, device: Device) -> Iterator[Target]:
             costs = costs_of(file, session, plan, device, _CALIBRATION_SECONDS)
             verify_ms = list(costs.milliseconds(0))
             session.close()
-            yield Target(file, model, verify_ms)
+            yield MeasuredTarget(file, model, verify_ms)
         finally:
             model.close()

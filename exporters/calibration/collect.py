@@ -14,7 +14,7 @@ from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import InvalidArgument, NumericalError, UnsupportedModel
 from edgeinfer.exporters.calibration import prompts
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
-from edgeinfer.exporters.calibration.running import model_file_of, native_model, read_text
+from edgeinfer.exporters.calibration.running import native_model, read_text
 from edgeinfer.exporters.calibration.texts import (
     ANSWER_TOKENS,
     CHUNK_TOKENS,
@@ -26,6 +26,7 @@ from edgeinfer.exporters.calibration.texts import (
 from edgeinfer.exporters.manifest import sha256_of, tool_version
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import ModelSpec, read_draft_spec
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.spec import Weight

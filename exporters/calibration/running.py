@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +15,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded, NumericalError
-from edgeinfer.exporters.gguf.writer import write_gguf
-from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor, named_as
-from edgeinfer.files import temporary_folder
 from edgeinfer.models import read_draft_spec
-from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
@@ -28,33 +23,6 @@ from edgeinfer.types import Device
 Logits = NDArray[np.float32]
 N_TEXTS = 16  # go through a pass together
 N_BATCH = 128  # tokens of a pass: the logits of all of them are in memory
-
-
-@contextmanager
-def model_file_of(source: Source) -> Iterator[ModelFile]:
-    """A source as a model file: its own, or one of its metadata whose tensors are read from the source.
-
-    It takes no disk but for the metadata.
-    """
-    if isinstance(source, GgufSource):
-        yield source.file
-        return
-    with temporary_folder() as folder:
-        path = folder / f"{source.path.name}.gguf"
-        write_gguf(path, source.metadata, [])
-        with named_as(path, source.path), ModelFile.open(path) as file:
-            for tensor in source.tensors:
-                file.define(tensor.name, tensor.type, tensor.shape, partial(_made, tensor))
-            yield file
-
-
-def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:
-    """Bytes first..last-1 of a tensor, made of the rows that they are in."""
-    row_bytes = tensor.type.n_bytes(tensor.n_in)
-    rows = first // row_bytes, -(-last // row_bytes)
-    data = tensor.stored(*rows) if tensor.stored is not None else quantize(tensor.type, tensor.rows(*rows))
-    start = rows[0] * row_bytes
-    return data.reshape(-1)[first - start : last - start]
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from edgeinfer.errors import BudgetExceeded, ModelFileError, UnsupportedModel
-from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
+from edgeinfer.exporters.divergence import distance
 from edgeinfer.exporters.source import Source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.gguf import ModelFile
 
 N_GREEDY = 32
@@ -29,19 +29,6 @@ class Checked:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Distance:
-    """Of two models on a text.
-
-    kl: mean of KL(source || written) over tokens, in nats.  agreement: share of tokens behind which the most likely
-    token is the same.
-    """
-
-    kl: float
-    agreement: float
-    n_tokens: int
-
-
 def compare(source: Source, written: Path, is_lossless: bool) -> Checked:
     """Run a written file against its source.
 
@@ -54,21 +41,6 @@ def compare(source: Source, written: Path, is_lossless: bool) -> Checked:
             return _same_text(file, other) if is_lossless else _distance_in_words(file, other)
     except (UnsupportedModel, BudgetExceeded) as error:
         return Checked(f"not run: {error}", {"checked": False})
-
-
-def distance(source: Logits, written: Logits) -> Distance:
-    """How far two models are apart.  source, written: (n, n_vocab) their logits behind the same tokens."""
-    kl, same = 0.0, 0
-    for p_logits, q_logits in zip(source, written, strict=True):
-        log_p, log_q = _log_softmax(p_logits), _log_softmax(q_logits)
-        kl += float(np.exp(log_p) @ (log_p - log_q))
-        same += int(p_logits.argmax() == q_logits.argmax())
-    return Distance(kl / len(source), same / len(source), len(source))
-
-
-def _log_softmax(logits: Logits) -> np.ndarray[Any, np.dtype[np.float64]]:
-    shifted = logits.astype(np.float64) - logits.max()
-    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def _same_text(source: ModelFile, written: ModelFile) -> Checked:
@@ -88,16 +60,13 @@ def _distance_in_words(source: ModelFile, written: ModelFile) -> Checked:
     tokens = check_tokens(source)[:N_TEXT]
     expected, found = (_logits(file, tokens) for file in (source, written))
     apart = distance(expected, found)
-    if apart.kl > (most := math.log(found.shape[-1])):
+    if apart.divergence > (most := math.log(found.shape[-1])):
         raise ModelFileError(
-            f"{written.path}: is another model than its source: KL {apart.kl:.4f} nats a token, and one that takes all "
-            f"{found.shape[-1]} tokens for equally likely has {most:.1f} at most; nothing was written"
+            f"{written.path}: is another model than its source: KL {apart.divergence:.4f} nats a token, and one that "
+            f"takes all {found.shape[-1]} tokens for equally likely has {most:.1f} at most; nothing was written"
         )
-    sentence = (
-        f"KL {apart.kl:.4f} nats a token against the source, {apart.agreement:.1%} the same most likely token, over "
-        f"{apart.n_tokens} tokens in {_ENGINE}"
-    )
-    return Checked(sentence, {"checked": True, "kl": round(apart.kl, 6), "top_1_agreement": round(apart.agreement, 6)})
+    facts = {"checked": True, "kl": round(apart.divergence, 6), "top_1_agreement": round(apart.agreement, 6)}
+    return Checked(f"{apart.in_words(len(expected))} in {_ENGINE}", facts)
 
 
 def _logits(file: ModelFile, tokens: list[int]) -> Logits:

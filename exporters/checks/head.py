@@ -14,10 +14,12 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.errors import BudgetExceeded, NumericalError
-from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
-from edgeinfer.exporters.checks.comparison import N_TEXT, Checked, distance
+from edgeinfer.exporters.checks.comparison import N_TEXT, Checked
+from edgeinfer.exporters.divergence import distance
 from edgeinfer.exporters.source import Source, open_source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
@@ -55,11 +57,10 @@ def compare_heads(source: Source, written: Path, target: Path | None) -> Checked
             return Checked(f"not run: {error}", {"checked": False})
     apart = distance(expected.logits, found.logits)
     sentence = (
-        f"KL {apart.kl:.4f} nats a token against the source, {apart.agreement:.1%} the same most likely token, over "
-        f"{apart.n_tokens} tokens; {found.accepted:.1%} of its tokens are the target's, of the source's "
-        f"{expected.accepted:.1%}"
+        f"{apart.in_words(len(expected.logits))}; {found.accepted:.1%} of its tokens are the target's, of the "
+        f"source's {expected.accepted:.1%}"
     )
-    facts = {"kl": apart.kl, "top_1_agreement": apart.agreement, "accepted": found.accepted}
+    facts = {"kl": apart.divergence, "top_1_agreement": apart.agreement, "accepted": found.accepted}
     return Checked(sentence, {"checked": True, **{key: round(value, 6) for key, value in facts.items()}})
 
 

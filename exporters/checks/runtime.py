@@ -12,9 +12,9 @@ from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.exporters.calibration.running import check_logits
-from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime_process import ask_runtime as ask_runtime
 from edgeinfer.exporters.checks.runtime_process import peak_bytes as peak_bytes
+from edgeinfer.exporters.divergence import distance
 from edgeinfer.models import read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
@@ -139,7 +139,7 @@ def compare_logits(run: GreedyRun, rows: NDArray[np.float32], runtime: str) -> t
     chosen = rows.argmax(axis=1)
     others = [i for i, (a, b) in enumerate(zip(chosen, run.forced, strict=True)) if a != b]
     apart = max((float(run.logits[i].max() - run.logits[i, chosen[i]]) for i in others), default=0.0)
-    loss = distance(run.logits, rows).kl
+    loss = distance(run.logits, rows).divergence
     n_equal = len(chosen) - len(others)
     said = f"{n_equal} of {len(chosen)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
     if others:

@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.calibration.prompts import PROMPTS
-from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 from edgeinfer.speculation.calibration_text import TEXT
 from edgeinfer.user_text import sample_of
 
@@ -65,7 +66,7 @@ def frequent_tokens(source: Source, n_tokens: int, n_vocab: int, text: str) -> N
     return np.sort(order[:n_tokens]).astype(np.int32)
 
 
-class DraftVocabSource:
+class DraftVocabSource(Source):
     """A source with fewer rows of its output matrix, see Source.
 
     whole: what it is made of.  digest: SHA-256 of the tokens of the rows.
@@ -85,12 +86,12 @@ class DraftVocabSource:
         ]
 
     @property
+    @override
     def files(self) -> Sequence[Path]:
-        """See Source."""
         return self.whole.files
 
+    @override
     def release(self, name: str) -> None:
-        """See Source.release."""
         if name != DRAFT_VOCAB:
             self.whole.release(self._output if name == _OUTPUT else name)
 

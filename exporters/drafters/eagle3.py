@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.architectures import all_recipes
-from edgeinfer.exporters.calibration.running import model_file_of
 from edgeinfer.exporters.checkpoint import Checkpoint, Config
 from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.model import Model
@@ -24,6 +23,7 @@ from edgeinfer.exporters.conversion.tensors import EMBEDDINGS, OUTPUT, check_all
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.huggingface import HuggingFaceSource
 from edgeinfer.exporters.source import Source, SourceTensor
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.draft_head import EAGLE3, EAGLE3_VOCAB, read_head
 from edgeinfer.models.gguf import GGMLType

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.fpga.content import Content, Product, model_facts
-from edgeinfer.exporters.fpga.layer import Floats, stages_of
+from edgeinfer.exporters.fpga.layer import Floats, LayerWeights, stages_of
 from edgeinfer.exporters.fpga.options import GOLDEN_TOKENS
 from edgeinfer.exporters.fpga.tables import int8_rows, rotations
 from edgeinfer.hls.files.folder import BoardFolder
@@ -18,6 +18,7 @@ from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.overriding import override
 
 LAYER = 0  # whose input are embeddings
 FILE = f"golden/layers.{LAYER}.stages.bin"
@@ -72,7 +73,7 @@ def _embeddings(content: Content, tokens: NDArray[np.uint32]) -> Floats:
     return dequantize(GGMLType.BF16, quantize(GGMLType.BF16, rows), rows.shape)
 
 
-class _OfModel:
+class _OfModel(LayerWeights):
     """See LayerWeights."""
 
     def __init__(self, content: Content) -> None:
@@ -80,16 +81,16 @@ class _OfModel:
         self._content = content
         self._vectors = dict(content.vectors())
 
+    @override
     def matrix(self, phase: str) -> tuple[Trits, Floats]:
-        """See LayerWeights.matrix."""
         return self._product(phase).read()
 
+    @override
     def vector(self, name: str) -> Floats:
-        """See LayerWeights.vector."""
         return self._vectors[f"layers.{LAYER}.{name}"]
 
+    @override
     def rotations(self, n: int) -> tuple[Floats, Floats]:
-        """See LayerWeights.rotations."""
         cosines, sines = rotations(self._content.rope, n)
         return cosines, sines
 
@@ -97,24 +98,24 @@ class _OfModel:
         return next(each for each in self._content.products if (each.layer, each.phase) == (LAYER, phase))
 
 
-class _OfFolder:
+class _OfFolder(LayerWeights):
     """See LayerWeights."""
 
     def __init__(self, folder: BoardFolder) -> None:
         self.facts: Mapping[str, Any] = folder.manifest.facts["model"]
         self._folder = folder
 
+    @override
     def matrix(self, phase: str) -> tuple[Trits, Floats]:
-        """See LayerWeights.matrix."""
         name = f"layers.{LAYER}.{phase}"
         return self._folder.trits(name), self._folder.scales(name)
 
+    @override
     def vector(self, name: str) -> Floats:
-        """See LayerWeights.vector."""
         found: Floats = self._folder.array(f"layers.{LAYER}.{name}")
         return found
 
+    @override
     def rotations(self, n: int) -> tuple[Floats, Floats]:
-        """See LayerWeights.rotations."""
         table = self._folder.array("rope")[:, :n]
         return table[0], table[1]

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from edgeinfer.exporters.fpga.content import Content, content_of, model_facts
 from edgeinfer.exporters.fpga.doctor import check_against
 from edgeinfer.exporters.fpga.options import BoardOptions
-from edgeinfer.exporters.fpga.report import board_report, report_json
 from edgeinfer.exporters.fpga.sizes import file_sizes, weight_bits
 from edgeinfer.exporters.fpga.stages import write_stages
 from edgeinfer.exporters.fpga.writing import head_facts, write_model
 from edgeinfer.exporters.manifest import record, source_files, tool_version
-from edgeinfer.exporters.request import Plan, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, whole_folder
+from edgeinfer.hls.board.counted import counts_of
+from edgeinfer.hls.board.model import Design
+from edgeinfer.hls.board.report import Report, report
+from edgeinfer.hls.board.workload import workload_of
 from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 NAMES = (
     *("weights.*.bin", "head_t.*.bin", "scales.bin", "norms.bin", "embed.bin", "head_i8.bin", "rope.bin", "golden"),
@@ -34,11 +38,11 @@ NAMES = (
 _TEXT_BYTES = 4 << 20
 
 
-class FpgaTarget:
-    """`--to fpga`, see Target. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
+class FpgaTarget(ExportTarget):
+    """`--to fpga`, see ExportTarget. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         check_folder(request.out, NAMES)
         with _opened(request) as (content, file):
             sizes = file_sizes(content)
@@ -46,8 +50,9 @@ class FpgaTarget:
             disk = sum(sizes.values()) + _TEXT_BYTES + 80 * Tokenizer.size_in(file)
             return Plan([], files, _peak(content), disk, list(_notes(content)))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BadBoardFolder where the check finds a fault of what was written."""
+        """See ExportTarget.write. Raises BadBoardFolder where the check finds a fault of what was written."""
         with _opened(request) as (content, file), whole_folder(request.out, NAMES) as folder:
             with BoardWriter(folder, content.options.geometry) as writer:
                 write_model(writer, content, progress)
@@ -101,7 +106,7 @@ def _write_texts(writer: BoardWriter, content: Content, file: ModelFile) -> None
     if template is not None:
         writer.write_text("chat_template.jinja", template)
     sizes = {name: facts["bytes"] for name, facts in writer.content({})["files"].items()}
-    text = json.dumps(report_json(content, sizes), indent=1, sort_keys=True)
+    text = json.dumps(_report_json(content, sizes), indent=1, sort_keys=True)
     writer.write_text("report.json", text + "\n")
 
 
@@ -132,8 +137,30 @@ def _notes(content: Content) -> Iterator[str]:
             f"The source has {names}: the CPU then rounds activations in blocks of the format, a board has one scale "
             "a token; texts may differ."
         )
-    token = board_report(content).tokens[0]
+    token = _board_report(content).tokens[0]
     yield (
         f"{token.tokens_per_second:.1f} tokens/s (model, not measured) at the beginning of a text on "
         f"{options.board.name}; report.json has the rest."
     )
+
+
+def _board_report(content: Content) -> Report:
+    """What the model of boards says of this export; every speed in it is modelled, none is measured."""
+    geometry = content.options.geometry
+    has_first_stage, embeddings = bool(content.options.rescored), content.options.embeddings
+    design = Design(content.options.board, geometry, ternary_head=has_first_stage, embeddings=embeddings)
+    name = str(content.source.metadata.get("general.name", content.source.path.name))
+    return report(design, workload_of(name, content.spec), content.n_ctx, counts_of(geometry))
+
+
+def _report_json(content: Content, files: Mapping[str, int]) -> dict[str, Any]:
+    """The content of report.json. files: bytes by name."""
+    kinds: dict[str, int] = {}
+    for name, n_bytes in files.items():
+        kind = name.split("/")[0].split(".")[0]
+        kinds[kind] = kinds.get(kind, 0) + n_bytes
+    return {
+        "bytes": dict(sorted(kinds.items())),
+        "ddr_bits_a_trit": round(weight_bits(content), 6),
+        "board": _board_report(content).as_dict(),
+    }

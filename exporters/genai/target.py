@@ -30,7 +30,7 @@ from edgeinfer.exporters.genai.config import CHUNK, MAX_DRAFT_TOKENS, decoder_co
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.onnx import planned_tensors
-from edgeinfer.exporters.request import Plan, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
 from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
@@ -38,6 +38,7 @@ from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 NAMES = ("model.onnx*", "draft.onnx*", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "manifest.json")
 MAX_FILE_BYTES = 2_000_000_000  # file systems and packages of phones end at 2^31 bytes
@@ -48,11 +49,11 @@ _CODES_8 = (GGMLType.Q5_0, GGMLType.Q5_1, GGMLType.Q5_K, GGMLType.Q6_K)
 _RUNTIME_BYTES, _PACKED = 160 << 20, 1.05
 
 
-class GenaiTarget:
-    """`--to genai`, see Target. Request.draft is a model with the same vocabulary, or "ngram"."""
+class GenaiTarget(ExportTarget):
+    """`--to genai`, see ExportTarget. Request.draft is a model with the same vocabulary, or "ngram"."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         check_folder(request.out, NAMES)
         with FiniteFile.open(request.source) as file, _opened(request, file) as package:
             if request.check:
@@ -68,8 +69,9 @@ class GenaiTarget:
             disk = sum(files.values()) + _text_bytes(file)
             return Plan(tensors, files, 6 * largest + _table_bytes(package), disk, list(_notes(request, package)))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable too, where the check has no runtime."""
+        """See ExportTarget.write. Raises BackendUnavailable too, where the check has no runtime."""
         if request.check:
             check_installed()
         with FiniteFile.open(request.source) as file, _opened(request, file) as package:

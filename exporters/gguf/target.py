@@ -26,11 +26,12 @@ from edgeinfer.exporters.gguf.partial import partial_file, partial_path
 from edgeinfer.exporters.gguf.weights import is_copied, peak_bytes, written_tensor
 from edgeinfer.exporters.gguf.writer import Layout, Tensor, layout
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result, TypeChoice
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
+from edgeinfer.overriding import override
 
 AUTO = "auto"
 _EXACT = {  # what holds all weights of a type
@@ -60,19 +61,20 @@ class Choices:
         return self._known[1]
 
 
-class GgufTarget:
-    """See Target."""
+class GgufTarget(ExportTarget):
+    """See ExportTarget."""
 
     def __init__(self) -> None:
         self._choices = Choices()
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
+        """See ExportTarget.plan. With `--type auto` or `--imatrix auto` it measures what the plan depends on."""
         with _opened(request) as source:
             return prepare(source, request, self._choices).plan()
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write."""
         with _opened(request) as source:
             job = prepare(source, request, self._choices)
             with partial_file(request.out, job.identity(), job.layout, request.resume) as partial:
@@ -112,7 +114,7 @@ def _target_of(request: Request) -> Path | None:
     return target
 
 
-def _checked(job: Job, written: Path) -> Checked:
+def _checked(job: GgufJob, written: Path) -> Checked:
     """What running the written file shows."""
     if _is_head(job.source):
         return compare_heads(job.source, written, _target_of(job.request))
@@ -121,7 +123,7 @@ def _checked(job: Job, written: Path) -> Checked:
 
 
 @dataclass(frozen=True)
-class Job:
+class GgufJob:
     """A file that is to be written.
 
     types: of each tensor.  imatrix: the file of the importance matrix.  imatrix_bytes: what it takes in memory.
@@ -167,7 +169,7 @@ class Job:
         return Plan(planned, {self.request.out: n_bytes}, peak, n_bytes - _there(self.request), self.notes)
 
 
-def prepare(source: Source, request: Request, choices: Choices) -> Job:
+def prepare(source: Source, request: Request, choices: Choices) -> GgufJob:
     """What a request makes of a source. Raises InvalidArgument, UnsupportedModel, ModelFileError."""
     _check_measured(source, request)
     imatrix, path = _imatrix(source, request)
@@ -181,7 +183,7 @@ def prepare(source: Source, request: Request, choices: Choices) -> Job:
         tensors.append(written_tensor(source, tensor, type, means))
     facts = {**choice.facts, **({} if path is None else {"imatrix": record(path)})}
     metadata = {**source.metadata, **_keys(source, request, choice), **_imatrix_keys(imatrix, path)}
-    return Job(
+    return GgufJob(
         request,
         source,
         choice.types,

@@ -1,4 +1,4 @@
-"""The packages of LiteRT: the schemas of their files, the interpreter and the runtime. No other file imports them."""
+"""The packages of LiteRT: the schemas of their files and the runtime. No other file imports them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,6 @@ def open_flatbuffers() -> Any:
     """The package flatbuffers, which packs tables of a schema. Raises BackendUnavailable as above."""
     with _imports_explained():
         return importlib.import_module("flatbuffers")
-
-
-@functools.cache
-def open_interpreter() -> Any:
-    """The module with TFLite's Interpreter, which gives logits. Raises BackendUnavailable as above."""
-    with _imports_explained():
-        return importlib.import_module("ai_edge_litert.interpreter")
 
 
 @functools.cache

@@ -48,10 +48,10 @@ _CONVERSATION = [
 
 
 class LitertlmTarget:
-    """`--to litertlm`, see Target. Request.more: activations, 16 or 8, see edgeinfer.exporters.litertlm.operations."""
+    """`--to litertlm`, see ExportTarget. Request.more: activations, 16 or 8, see exporters/litertlm/operations.py."""
 
     def plan(self, request: Request) -> Plan:
-        """See Target.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
+        """See ExportTarget.plan. Raises TemplateError too, for a chat template that LiteRT-LM has no words for."""
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
             if request.out.suffix != _ENDING:
@@ -64,7 +64,7 @@ class LitertlmTarget:
             return Plan(package.planned(), {out: n_bytes}, package.writing_bytes, disk, list(package.notes()))
 
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable too, without the packages of LiteRT."""
+        """See ExportTarget.write. Raises BackendUnavailable too, without the packages of LiteRT."""
         if request.check:
             open_runtime()
         path = behind_links(request.out)

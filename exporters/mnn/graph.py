@@ -24,6 +24,7 @@ from edgeinfer.backends.onnx.operations import Operations
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.overriding import override
 
 MNN_OPS = "LlmExporter"
 LINEAR, ATTENTION = "FakeLinear", "FusedAttention"
@@ -59,8 +60,8 @@ class _Linears(Operations):
         super().__init__(graph, model, "plain", norm_epsilon)
         self.linears: dict[str, Linear] = {}
 
+    @override
     def linear(self, matrix: TensorRef, bias: TensorRef | None, x: str) -> str:
-        """See Operations.linear."""
         name = f"linear.{len(self.linears)}"
         self.linears[name] = Linear(matrix, bias)
         n_out, n_in = _shape(self.model, matrix)

@@ -35,13 +35,14 @@ from edgeinfer.exporters.mnn.rebuild import rebuilt
 from edgeinfer.exporters.mnn.runtime import WANTED
 from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
 from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 FILES = ("llm.mnn", "llm.mnn.weight", "tokenizer.mtok", "config.json", "llm_config.json")
 _NAMES = (*FILES, "manifest.json")
@@ -52,11 +53,11 @@ _RUNTIME_BYTES, _PACKED = 112 << 20, 1.45
 _GRAPH_BYTES = 64 << 10  # about what a layer takes in llm.mnn
 
 
-class MnnTarget:
-    """`--to mnn`, see Target. MNN runs one model: Request.draft is refused."""
+class MnnTarget(ExportTarget):
+    """`--to mnn`, see ExportTarget. MNN runs one model: Request.draft is refused."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
@@ -73,8 +74,9 @@ class MnnTarget:
             disk = weights + package.spec.n_layers * _GRAPH_BYTES * 8 + 80 * Tokenizer.size_in(package.file)
             return Plan(tensors, files, 6 * largest + (256 << 20), disk, list(_notes(package, weights)))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
+        """See ExportTarget.write. Raises BackendUnavailable without MNN, whose converter makes the graph."""
         check_installed()
         with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:
             package = _package(request, file)

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.errors import ModelFileError
-from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime import GreedyRun, answer_tokens, compare_logits, run_greedily
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.divergence import distance
 from edgeinfer.exporters.tokenizer_json import probes_of
 from edgeinfer.files import temporary_folder, utf8_name
 from edgeinfer.models.gguf import ModelFile
@@ -53,7 +53,7 @@ def check_package(file: ModelFile, folder: Path, n_ctx: int, four_bits: bool) ->
 
 def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict[str, float]]:
     """As compare_logits, of weights that were rounded again: only another model is an error."""
-    loss = distance(run.logits, rows).kl
+    loss = distance(run.logits, rows).divergence
     n_equal = int(np.sum(rows.argmax(axis=1) == np.array(run.forced)))
     said = f"{n_equal} of {len(rows)} greedy tokens equal the source in {runtime}, KL divergence {loss:.2g}"
     if not loss <= _MAX_DIVERGENCE:

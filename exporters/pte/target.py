@@ -18,13 +18,14 @@ from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.pte.check import RUNTIME, check_package
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
-from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.files import check_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.overriding import override
 
 FILES = ("model.pte", "tokenizer.json", "tokenizer_config.json")
 _NAMES = (*FILES, "manifest.json")
@@ -38,11 +39,11 @@ _LAYER_IN_FLOATS, _LAYER_IN_4_BITS = (14, 30 << 20), (30, 72 << 20)
 _PATIENCE_SECONDS = 6 * 3600  # on slow machines, with large models
 
 
-class PteTarget:
-    """`--to pte`, see Target. ExecuTorch's own exporter makes the program; Request.draft is refused."""
+class PteTarget(ExportTarget):
+    """`--to pte`, see ExportTarget. ExecuTorch's own exporter makes the program; Request.draft is refused."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         check_folder(request.out, _NAMES)
         with FiniteFile.open(request.source) as file:
             package = _package(request, file)
@@ -54,8 +55,9 @@ class PteTarget:
             files, disk = {request.out / "model.pte": n_bytes}, n_bytes + 2 * once
             return Plan(tensors, files, _peak_bytes(package), disk, _notes(package))
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. Raises BackendUnavailable without ExecuTorch."""
+        """See ExportTarget.write. Raises BackendUnavailable without ExecuTorch."""
         if importlib.util.find_spec("executorch") is None:
             raise BackendUnavailable("packages for ExecuTorch need its exporter: pip install 'edgeinfer[executorch]'")
         with FiniteFile.open(request.source) as file, whole_folder(request.out, _NAMES) as folder:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.exporters.gguf.writer import Metadata, write_gguf
-from edgeinfer.exporters.source import named_as
-from edgeinfer.files import temporary_folder
+from edgeinfer.exporters.gguf.writer import Metadata
+from edgeinfer.exporters.virtual_file import VirtualModelFile, VirtualTensor
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -97,22 +96,15 @@ class TernarySource:
     output: str
     tensors: Sequence[SourceTensor]
 
-    @contextmanager
-    def as_model_file(self) -> Iterator[ModelFile]:
-        """A model file of this metadata, whose tensors are read from the source. It takes no disk but for metadata.
+    def as_model_file(self) -> AbstractContextManager[ModelFile]:
+        """A model file of this metadata, whose tensors are read from the source; ternary matrices are F32 in it."""
+        return VirtualModelFile.of(self.path, self.metadata, map(_virtual, self.tensors))
 
-        Ternary matrices are F32 in it.
-        """
-        with temporary_folder() as folder:
-            path = folder / f"{self.path.name}.gguf"
-            write_gguf(path, self.metadata, [])
-            with named_as(path, self.path), ModelFile.open(path) as file:
-                for tensor in self.tensors:
-                    if isinstance(tensor, StoredTensor):
-                        file.define(tensor.name, tensor.type, tensor.shape, partial(_stored_bytes, tensor))
-                    else:
-                        file.define(tensor.name, GGMLType.F32, tensor.shape, partial(_weight_bytes, tensor))
-                yield file
+
+def _virtual(tensor: SourceTensor) -> VirtualTensor:
+    if isinstance(tensor, StoredTensor):
+        return VirtualTensor(tensor.name, tensor.type, tensor.shape, partial(_stored_bytes, tensor))
+    return VirtualTensor(tensor.name, GGMLType.F32, tensor.shape, partial(_weight_bytes, tensor))
 
 
 def _stored_bytes(tensor: StoredTensor, first: int, last: int) -> Bytes:

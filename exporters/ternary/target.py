@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import ShapeError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf.writer import Metadata, Progress, Tensor, write_gguf
-from edgeinfer.exporters.request import Plan, PlannedTensor, Request, Result
+from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Request, Result
 from edgeinfer.exporters.ternary.checkpoint import of_checkpoint
 from edgeinfer.exporters.ternary.reading import of_file, open_ternary
 from edgeinfer.exporters.ternary.source import (
@@ -26,6 +26,7 @@ from edgeinfer.exporters.ternary.source import (
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models.formats import PACK, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 
 Format = Literal["i2_s", "tq1_0", "tq2_0"]
 Head = Literal["keep", "q6_k", "f16"]
@@ -33,11 +34,11 @@ Head = Literal["keep", "q6_k", "f16"]
 _FILE_TYPES = {"i2_s": 40, "tq1_0": 36, "tq2_0": 37}  # general.file_type of bitnet.cpp and of llama.cpp
 
 
-class TernaryTarget:
-    """`--to ternary`, see Target. Options: format, head."""
+class TernaryTarget(ExportTarget):
+    """`--to ternary`, see ExportTarget. Options: format, head."""
 
+    @override
     def plan(self, request: Request) -> Plan:
-        """See Target.plan."""
         with open_ternary(request.source) as source:
             tensors = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"))[1]
         found = {each.name: each.found if isinstance(each, TernaryTensor) else each.type for each in source.tensors}
@@ -48,8 +49,9 @@ class TernaryTarget:
         notes = template_notes(source.metadata)
         return Plan(planned, {request.out: n_bytes}, most + 4 * 4 * PIECE_WEIGHTS, n_bytes, notes)
 
+    @override
     def write(self, request: Request, progress: Progress) -> Result:
-        """See Target.write. It is exact, or refused."""
+        """See ExportTarget.write. It is exact, or refused."""
         with open_ternary(request.source) as source:
             content = _content(source, request.more.get("format", "i2_s"), request.more.get("head", "keep"))
             write_gguf(request.out, *content, progress)

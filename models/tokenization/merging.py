@@ -12,6 +12,7 @@ from edgeinfer.models._strings import Merger, StringIndex, StringTable, make_tok
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.tokenization.pre_tokenizers import GEMMA4, LINES, SPACE_MARKED, cut, keeps_tokens
 from edgeinfer.models.tokenization.vocabulary import Vocabulary, bytes_of
+from edgeinfer.overriding import override
 
 _FEW = 4096  # more tokens than there are single characters before the first merge
 
@@ -136,28 +137,31 @@ class ByteLevel(WordMerger):
         self._keeps_tokens = keeps_tokens(pre)
         self._pre = pre
 
+    @override
     def _words(self, text: str) -> Iterable[str]:
         return cut(self._pre, text)
 
+    @override
     def _parts(self, word: str) -> list[str]:
         written = word.encode().decode("latin-1").translate(_CHAR_OF_BYTE)
         return [written] if self._keeps_tokens and written in self._ids else self._merged(written)
 
+    @override
     def length(self, text: str) -> int:
-        """See WordMerger.length."""
         lost = bytes(byte for byte, char in _CHAR_OF_BYTE.items() if char not in self._ids)  # those no text has, mostly
         return len(text.encode(errors="replace").translate(None, lost))
 
+    @override
     def is_lossless(self, vocabulary: Vocabulary) -> bool:
-        """See WordMerger.is_lossless."""
         return _all_made(vocabulary)
 
+    @override
     def _spelled(self, part: str) -> list[int]:
         # As llama.cpp has it: bytes of the written form, so that all but printable ASCII is lost.
         return [self._ids[char] for char in part if char.isascii() and char in self._ids]
 
+    @override
     def piece(self, text: str) -> bytes:
-        """See WordMerger.piece."""
         try:
             return bytes([_BYTE_OF_CHAR[char] for char in text])
         except KeyError:  # plain text, though its type says otherwise
@@ -171,27 +175,30 @@ class SpaceMarked(WordMerger):
         super().__init__(vocabulary.ids, _by_rank(vocabulary, required=True))
         self._keeps_line_ends = pre in GEMMA4  # a run of them is a token that no merges make
 
+    @override
     def _words(self, text: str) -> Iterable[str]:
         return re.findall(LINES, text.replace(" ", "▁"))
 
+    @override
     def _parts(self, word: str) -> list[str]:
         keeps = self._keeps_line_ends and word[0] == "\n" and word in self._ids
         return [word] if keeps else self._merged(word)
 
+    @override
     def length(self, text: str) -> int:
-        """See WordMerger.length."""
         return len(text)
 
+    @override
     def is_lossless(self, vocabulary: Vocabulary) -> bool:
-        """See WordMerger.is_lossless."""
         return all(f"<0x{byte:02X}>" in self._ids for byte in range(256))
 
+    @override
     def _spelled(self, part: str) -> list[int]:
         names = (f"<0x{byte:02X}>" for byte in part.encode())
         return [self._ids[name] for name in names if name in self._ids]
 
+    @override
     def piece(self, text: str) -> bytes:
-        """See WordMerger.piece."""
         return bytes_of(text.replace("▁", " "))
 
 
@@ -213,22 +220,24 @@ class ByScore(WordMerger):
         apart = not vocabulary.tokens.table.has_inside("▁")
         self._pattern = re.compile("▁*[^▁]+|▁+" if apart else "(?s:.+)")
 
+    @override
     def _words(self, text: str) -> Iterable[str]:
         return self._pattern.findall(text.replace(" ", "▁"))
 
+    @override
     def length(self, text: str) -> int:
-        """See WordMerger.length."""
         return len(text)
 
+    @override
     def is_lossless(self, vocabulary: Vocabulary) -> bool:
-        """See WordMerger.is_lossless."""
         return True
 
+    @override
     def _spelled(self, part: str) -> list[int]:
         return [self._bytes[byte] for byte in part.encode()]
 
+    @override
     def piece(self, text: str) -> bytes:
-        """See WordMerger.piece."""
         return bytes_of(text.replace("▁", " "))
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, same_bits
 from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
+from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHeadSession, available_isas, load_head, plan_head
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head

@@ -10,6 +10,7 @@ from draft_sessions import KINDS, Kind, difference, head_backend_of, open_head
 from drafting import FixedCosts, cost_model, tree_of_head
 from exactness import LEAVES, TREE, branch_to
 from interrupts import interrupted_every
+from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -17,7 +18,6 @@ import edgeinfer
 from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend, OpenCLHeadModel
-from edgeinfer.backends.reference_head import ReferenceHead, open_reference_head
 from edgeinfer.errors import (
     BackendLost,
     ContextOverflow,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from exactness import same_bits
 from numpy.testing import assert_array_equal
+from reference_head import open_reference_head
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model, written
 
@@ -15,7 +16,6 @@ from edgeinfer.backends import head_weights
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, _core, load_head, plan_head
 from edgeinfer.backends.native import weights as weights_module
-from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head

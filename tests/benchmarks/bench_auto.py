@@ -28,16 +28,14 @@ from typing import Any
 from machine import machine
 
 from edgeinfer.errors import BudgetExceeded
-from edgeinfer.exporters.auto.candidates import Subject, subjects_of, uniform
+from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of, uniform
 from edgeinfer.exporters.auto.choice import importance_by_tensor, parse_cost
-from edgeinfer.exporters.auto.divergence import Distance
-from edgeinfer.exporters.auto.rounding import Importance
 from edgeinfer.exporters.auto.search import Limits, Search
-from edgeinfer.exporters.auto.trial import TrialModel
-from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
+from edgeinfer.exporters.auto.trial import CalibrationText, TrialModel, Window, windows_of
 from edgeinfer.exporters.calibration.imatrix import read_imatrix
 from edgeinfer.exporters.calibration.running import native_model
 from edgeinfer.exporters.calibration.texts import own_answers
+from edgeinfer.exporters.divergence import Distance
 from edgeinfer.exporters.gguf.file_types import file_type, tensor_types
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec

@@ -9,7 +9,7 @@ tokens that are the most probable ones in both. On a device that is a CPU, as wi
 these are no figures of a GPU, and each line says so.
 
 simulation: what the same routing would take by the times that were measured here, of one expert on the CPU and on the
-device, by the rules of edgeinfer.offload.placement_simulation; nothing is computed for it. One JSON line on stdout.
+device, by the rules of tests/support/placement_simulation.py; nothing is computed for it. One JSON line on stdout.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ import edgeinfer
 from edgeinfer.engine import Engine
 from edgeinfer.loading import expert_device
 from edgeinfer.loading.expert_device import device_named
-from edgeinfer.offload.placement_simulation import simulate
 from edgeinfer.offload.routing import NONE, Routing
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from placement_simulation import simulate  # noqa: E402
 
 N_PROMPT = 64
 Floats = NDArray[np.float32]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from typing import Any
 from machine import machine
 
 from edgeinfer.offload.policies import hit_rates
-from edgeinfer.offload.routing import read_trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from route_traces import read_trace  # noqa: E402
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.exporters.checks.runtime import peak_bytes
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
-from edgeinfer.exporters.litertlm.library import open_interpreter, open_runtime, versions
+from edgeinfer.exporters.litertlm.library import open_runtime, versions
 from edgeinfer.exporters.request import Request
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -56,7 +56,9 @@ def file_logits(file: ModelFile, tokens: list[int], fine: bool, folder: Path) ->
     spec, n_ctx = read_spec(file), len(tokens)
     with (folder / "model.tflite").open("wb") as out:
         build_model(file, spec, n_ctx, fine).write(out)
-    decode = open_interpreter().Interpreter(str(folder / "model.tflite"), num_threads=2).get_signature_runner("decode")
+    from ai_edge_litert.interpreter import Interpreter
+
+    decode = Interpreter(str(folder / "model.tflite"), num_threads=2).get_signature_runner("decode")
     n_cache = cache_positions(n_ctx)
     caches: dict[str, Any] = {}
     for index, block in enumerate(layer.mixer for layer in spec.layers):

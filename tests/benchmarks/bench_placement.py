@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from machine import machine
 
 from edgeinfer.offload.placement import ExpertTimes, interpolated
-from edgeinfer.offload.placement_simulation import simulate
-from edgeinfer.offload.routing import read_trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from placement_simulation import simulate  # noqa: E402
+from route_traces import read_trace  # noqa: E402
 
 
 def main() -> None:

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 from text import SAMPLE_TEXT
 
-from edgeinfer.exporters.auto.divergence import Reference
-from edgeinfer.exporters.calibration.running import logits_of, model_file_of, native_model
+from edgeinfer.exporters.calibration.running import logits_of, native_model
+from edgeinfer.exporters.divergence import Reference
 from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.exporters.source import Bytes, Floats, Source, SourceTensor, open_source
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.formats import quantize, quantize_plain
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from expert_sessions import HAS_PREFETCH, cache_bytes, open_model
+from expert_sessions import cache_bytes, open_model
 from machine import machine
 from records import Records
 from text import SAMPLE_TEXT
@@ -96,8 +96,7 @@ class Check:
         """All ways; memory has no prefetch, and other sources than the packed file are tried with some caches only."""
         for cache in self.arguments.caches:
             for n_threads in self.arguments.threads:
-                has_choice = HAS_PREFETCH and cache != "memory"
-                for prefetch in (0.0, 1.0) if has_choice else (None,):
+                for prefetch in (0.0, 1.0) if cache != "memory" else (None,):
                     yield Case(cache, n_threads, "packed", prefetch)
         for source in ("model", *(["split"] if self.arguments.split else [])):
             for cache in self.arguments.caches:

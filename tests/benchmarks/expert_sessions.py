@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan
 
-SWITCH = "set_expert_prefetch"  # of NativeModel: the share of a token's experts that is read ahead, 0 for none
-HAS_PREFETCH = hasattr(NativeModel, SWITCH)
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from expert_prefetch import set_expert_prefetch  # noqa: E402
 
 
 def expert_sizes(path: Path) -> Any:
@@ -60,16 +62,16 @@ def open_model(
 ) -> Iterator[NativeModel]:
     """A model in memory until the end of the block.
 
-    expert_cache: bytes, None for all experts in memory.  prefetch: see SWITCH, None as the engine has it.  packed:
-    whether what `edgeinfer pack` wrote is used.
+    expert_cache: bytes, None for all experts in memory.  prefetch: the share of a token's experts that is read ahead,
+    None as the engine has it.  packed: whether what `edgeinfer pack` wrote is used.
     """
     backend: Any = NativeBackend(tuned=False, packed=packed)
     with ModelFile.open(path) as file:
         plan = planned(backend, file, n_ctx, n_batch, n_threads, expert_cache)
         model = backend.load(file, read_spec(file), plan, Device(n_threads))
         try:
-            if prefetch is not None and HAS_PREFETCH:
-                getattr(model, SWITCH)(prefetch)
+            if prefetch is not None:
+                set_expert_prefetch(model, prefetch)
             yield model
         finally:
             model.close()

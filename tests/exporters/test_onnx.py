@@ -13,6 +13,7 @@ import tokenizers
 from checkpoints import TEXTS, byte_level
 from click.testing import CliRunner, Result
 from numpy.typing import NDArray
+from reference_head import open_reference_head
 from tiny_checkpoints import to_gguf
 from tiny_checkpoints import write as write_checkpoint
 from tiny_heads import write_tiny_head
@@ -23,7 +24,6 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import choose_provider
 from edgeinfer.backends.onnx import files as files_module
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.errors import BudgetExceeded, ModelFileError
 from edgeinfer.exporters import onnx as exporter
 from edgeinfer.exporters.huggingface import open_folder

@@ -15,7 +15,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "names",
         [
             {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
-            | {"user_text", "one_process", "settings"},
+            | {"user_text", "one_process", "settings", "overriding"},
         ],
     ),
     ("models by name", [{"library"}]),
@@ -38,7 +38,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     (
         "backends",
         [
-            {"backends.reference", "backends.reference_head", "backends.reference_math", "backends.reference_attention"}
+            {"backends.reference", "backends.reference_math", "backends.reference_attention"}
             | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"},
             {"backends.native"},
             {"backends.llama_cpp"},

@@ -1,5 +1,7 @@
 """Formatters and linters find nothing, and kernels for one set of instructions cannot leak into the others."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,31 @@ def tool(name: str) -> str:
 def test_the_sources_are_clean(command: list[str]) -> None:
     run = subprocess.run([tool(command[0]), *command[1:]], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+
+
+def repeated_docstrings(source: str) -> list[str]:
+    """Methods whose docstring does nothing but name a base of their class: `override` says that, and types check it."""
+    found = []
+    for each in ast.walk(ast.parse(source)):
+        if isinstance(each, ast.ClassDef):
+            bases = "|".join(ast.unparse(base).split("[")[0] for base in each.bases) or "-"
+            for method in each.body:
+                said = (ast.get_docstring(method) or "") if isinstance(method, ast.FunctionDef) else ""
+                found += [f"{each.name}.{method.name}"] if re.fullmatch(rf"See ({bases})(\.\w+)?\.?", said) else []
+    return found
+
+
+@pytest.mark.parametrize("said, is_found", [("See Base.", 1), ("See Base.f.", 1), ("See Base.f. Raises OSError.", 0)])
+def test_a_docstring_that_names_a_base_alone_is_found(said: str, is_found: int) -> None:
+    source = f'class A(Other, Base[int]):\n    def f(self):\n        """{said}"""'
+    assert repeated_docstrings(source) == ["A.f"] * is_found
+    assert repeated_docstrings(source.replace("Base[int]", "Basis")) == []
+
+
+def test_an_overriding_method_is_marked_and_not_described_again() -> None:
+    sources = [path for folder in (*FOLDERS, "exporters") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path): repeated_docstrings(path.read_text(encoding="utf-8")) for path in sources}
+    assert len(sources) > 100 and not {path: names for path, names in found.items() if names}
 
 
 def test_the_objects_of_one_set_of_instructions_have_no_weak_symbols() -> None:

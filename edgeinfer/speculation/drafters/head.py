@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.errors import Interrupted, NumericalError, ShapeError
+from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import Context, held_by
+from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
@@ -32,7 +33,7 @@ DEFAULT_WIDTH = 2  # nodes of a usual level, and of each level that a device mak
 _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
-class HeadDrafter:
+class HeadDrafter(CostlyDrafter):
     """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
 
     n_vocab: tokens that the target has.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
@@ -83,6 +84,7 @@ class HeadDrafter:
         of_pass = (1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
         return {"features": features, "rows": 4 * (_WIDTH * n_embd + n_vocab + of_pass)}
 
+    @override
     def start(self, context: Context) -> None:
         """A request begins, whose features have come."""
         if self._tokens == context.tokens:
@@ -105,22 +107,23 @@ class HeadDrafter:
         self._features[first:last] = features
         known.extend(text[first:last])
 
+    @override
     def cost(self, context: Context) -> tuple[float, float]:
-        """See CostlyDrafter."""
         n_past = self.session.n_past
         now, n = self._costs.milliseconds(n_past), self._levels_per_call(context, MAX_TOKENS)
         device_drafting = self._device_drafting
         token_ms = now[DEFAULT_WIDTH] if n == 1 or device_drafting is None else device_drafting.milliseconds()[n] / n
         return token_ms, max(0.0, self._costs.chain_ms(self._n_unseen(context), n_past) - now[1]) + self._cold_ms
 
+    @override
     def prefill(self, context: Context) -> None:
-        """See CostlyDrafter."""
         with self._forgetting_on_failure():
             n = self._n_unseen(context) - 1
             if n > 0:
                 with self._timed(n):
                     self._run_text(context, n)
 
+    @override
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A tree of the most probable nodes, of the best expected depth."""
         tree = GrowingTree(context, list(context.tokens), limit)
@@ -134,6 +137,7 @@ class HeadDrafter:
                 self._grow_by_levels(tree)
         return tree.tree()
 
+    @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. New tokens pass through the head when a draft is wanted."""
 
@@ -143,10 +147,11 @@ class HeadDrafter:
         own["rows"] += self._level.nbytes + self._logits.nbytes
         return {**own, "features": len(self._tokens) * self._features.itemsize * self._features.shape[1]}
 
+    @override
     def interrupt(self) -> None:
-        """See CostlyDrafter."""
         self.session.interrupt()
 
+    @override
     def close(self) -> None:
         """Free the head, and keep its corrected cost curve."""
         self._costs.close()

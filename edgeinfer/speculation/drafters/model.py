@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.errors import NumericalError
+from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, held_by
+from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter, MultiLevelDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import MAX_CALL_MS, DeviceDrafting
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -59,7 +60,7 @@ class _Chain:
         return probability
 
 
-class ModelDrafter:
+class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
     """A draft model and its KV cache. It owns the session and its model.
 
     n_vocab: tokens that the target has.  device_drafting: of that session, if its device drafts by itself.
@@ -93,25 +94,27 @@ class ModelDrafter:
         """Bytes beside the draft model by part. n_vocab: tokens of the target, 0 without a draft_vocab."""
         return {"rows": 4 * n_vocab, "tables": NgramLookup.memory()}
 
+    @override
     def start(self, context: Context) -> None:
         """See Drafter. The KV cache is compared with the new text when a draft is wanted."""
         self._n_agreed = self._n_looked_up = 0
 
+    @override
     def cost(self, context: Context) -> tuple[float, float]:
-        """See CostlyDrafter."""
         token_ms, prefill_ms = self._cost_after(context.tokens, context.n_unverified)
         n = self._levels_per_call(context, MAX_TOKENS)
         if n == 1 or self._device_drafting is None:
             return token_ms / self._lookup.levels_per_pass, prefill_ms
         return self._device_drafting.milliseconds()[n] / n, prefill_ms
 
+    @override
     def prefill(self, context: Context) -> None:
-        """See CostlyDrafter."""
         text, n_unverified = self._text(context)
         n_past = self._align(text, n_unverified)
         if n_past < len(text) - 1:
             self._forward(text[n_past:-1])
 
+    @override
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A chain of the best expected length, with a second candidate at each unsure level."""
         unseen = context.tokens[self._align(context.tokens, context.n_unverified) :]
@@ -128,22 +131,24 @@ class ModelDrafter:
             unseen = chain.text[-1:]
         return DraftTree(chain.tokens, chain.parents, chain.p, chain.buckets)
 
+    @override
     def levels_per_call(self, context: Context, milliseconds: float) -> int:
-        """See MultiLevelDrafter."""
         return self._levels_per_call(context, MAX_TOKENS, min(milliseconds, MAX_CALL_MS))
 
+    @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The KV cache is brought up to date when a draft is wanted."""
 
+    @override
     def held(self) -> dict[str, int]:
-        """See HoldingDrafter."""
         parts = held_by(self.session.memory())
         return {**parts, "rows": parts["rows"] + self._logits.nbytes, "tables": self._lookup.memory()}
 
+    @override
     def interrupt(self) -> None:
-        """See CostlyDrafter."""
         self.session.interrupt()
 
+    @override
     def close(self) -> None:
         """Free the draft model, and keep its corrected cost curve."""
         self._costs.close()

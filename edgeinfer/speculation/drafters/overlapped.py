@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from edgeinfer.errors import Interrupted
+from edgeinfer.overriding import override
 from edgeinfer.speculation.drafters.base import (
     AcceptanceModel,
+    BackgroundDrafter,
     Context,
     CostlyDrafter,
     FeatureDrafter,
@@ -30,7 +32,7 @@ from edgeinfer.types import Features, Logits
 _MARGIN = 0.8  # of max_wait_ms: a draft that is expected later than this may come too late
 
 
-class OverlappedDrafter:
+class OverlappedDrafter(BackgroundDrafter):
     """A drafter with a thread in which it drafts while the target verifies; see the module. It owns that drafter.
 
     device: what it drafts on, for messages.  timeline: where its drafts are recorded, None for nowhere. `observe` is
@@ -56,14 +58,14 @@ class OverlappedDrafter:
         self._token_ms = 0.0  # cost of a draft token
         self._due = 0.0  # when the thread should have more of the draft
 
+    @override
     def start(self, context: Context) -> None:
-        """See Drafter."""
         self._drop()
         self._watchdog.check()
         self._watchdog.submit(lambda: self._drafter.start(context))
 
+    @override
     def start_drafting(self, context: Context, path: Sequence[int], limit: int) -> None:
-        """See BackgroundDrafter."""
         self._watchdog.check()
         if self._draft is None or not self._draft.rebase(context.tokens, path, limit):
             self._drop([*context.tokens, *path])
@@ -72,6 +74,7 @@ class OverlappedDrafter:
         elif self._draft.resume():
             self._submit(self._draft)
 
+    @override
     def propose(self, context: Context, limit: int) -> DraftTree:
         """What there is after the text by now, or soon enough to be worth waiting for."""
         self.start_drafting(context, (), limit)
@@ -91,23 +94,27 @@ class OverlappedDrafter:
         self._watchdog.check()
         return _first_nodes(tree, limit)
 
+    @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """See Drafter."""
+        pass
 
+    @override
     def cost(self, context: Context) -> tuple[float, float]:
         """See CostlyDrafter. The prefill happens while the target works."""
         return self._token_ms, 0.0
 
+    @override
     def prefill(self, context: Context) -> None:
         """See CostlyDrafter. It happens when drafting begins."""
 
+    @override
     def interrupt(self) -> None:
-        """See CostlyDrafter."""
         draft = self._draft
         if draft is not None:
             draft.is_stopped = True
         self._drafter.interrupt()
 
+    @override
     def close(self) -> None:
         """End the thread, and close the drafter. Raises BackendLost where its device hangs: no memory is freed."""
         self._drop()

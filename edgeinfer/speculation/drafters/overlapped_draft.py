@@ -7,6 +7,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
+from edgeinfer.overriding import override
 from edgeinfer.speculation.drafters.base import AcceptanceModel, Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
@@ -74,7 +75,7 @@ class OverlappedDraft(Protocol):
         ...
 
 
-class OverlappedChain:
+class OverlappedChain(OverlappedDraft):
     """A draft that grows level by level after the first node of each, as long as its tokens are accepted."""
 
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
@@ -87,24 +88,24 @@ class OverlappedChain:
         self._is_at_end = False  # of the drafter's context
         self._lock = Lock()
 
+    @override
     def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
-        """See OverlappedDraft."""
         with self._lock:
             if self.is_stopped or not self._advance(text) or self._chain(len(path)) != list(path):
                 return False
             self._n_path, self._limit = len(path), limit
             return True
 
+    @override
     def resume(self) -> bool:
-        """See OverlappedDraft."""
         with self._lock:
             if self.is_running or not self._is_level_wanted():
                 return False
             self.is_running = True
             return True
 
+    @override
     def tree(self, text: Sequence[int]) -> DraftTree:
-        """See OverlappedDraft."""
         with self._lock:
             levels = list(self._levels) if self._advance(text) else []
         tree, parent = no_draft(), -1
@@ -112,12 +113,13 @@ class OverlappedChain:
             tree, parent = _with_level(tree, level, parent), len(tree)
         return tree
 
+    @override
     def is_in(self, text: Sequence[int]) -> bool:
-        """See OverlappedDraft."""
         with self._lock:
             own = [*self._text, *self._chain(len(self._levels))]
         return own == list(text[: len(own)])
 
+    @override
     def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """See OverlappedDraft. One level, or as many as one call makes best."""
         with self._lock:
@@ -130,6 +132,7 @@ class OverlappedChain:
         context.acceptance = OverlappedAcceptance(self._acceptance, n_levels)
         return context, n_levels * _LEVEL, n_levels
 
+    @override
     def add(self, tree: DraftTree) -> None:
         """See OverlappedDraft. An empty tree means the end of the drafter's context."""
         with self._lock:
@@ -162,7 +165,7 @@ class OverlappedChain:
         return len(levels) <= self._limit and is_useful and not self._is_at_end
 
 
-class OverlappedTree:
+class OverlappedTree(OverlappedDraft):
     """A draft that is made in one call, by a drafter that cannot continue an earlier draft."""
 
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
@@ -173,33 +176,35 @@ class OverlappedTree:
         self._result: DraftTree | None = None
 
     @property
+    @override
     def is_stopped(self) -> bool:
-        """See OverlappedDraft."""
         return self._acceptance.is_stopped
 
     @is_stopped.setter
     def is_stopped(self, value: bool) -> None:
         self._acceptance.is_stopped = value
 
+    @override
     def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
         """See OverlappedDraft. After another path it would be another draft."""
         return not path and self.is_in(text) and (self.is_running or len(self.tree(text)) > 0)
 
+    @override
     def resume(self) -> bool:
-        """See OverlappedDraft."""
         return False
 
+    @override
     def tree(self, text: Sequence[int]) -> DraftTree:
-        """See OverlappedDraft."""
         if self._result is None or not self.is_in(text):
             return no_draft()
         return subtree_after(self._result, text[len(self._context.tokens) :]) or no_draft()
 
+    @override
     def is_in(self, text: Sequence[int]) -> bool:
-        """See OverlappedDraft."""
         own = self._context.tokens
         return own == list(text[: len(own)])
 
+    @override
     def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
         """See OverlappedDraft. All of it in one call."""
         if self.is_stopped or self._result is not None:
@@ -207,8 +212,8 @@ class OverlappedTree:
             return None
         return self._context, self._limit, self._limit
 
+    @override
     def add(self, tree: DraftTree) -> None:
-        """See OverlappedDraft."""
         self._result = tree
         self.is_running = False
 

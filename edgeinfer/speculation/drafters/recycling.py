@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.backends.native import top_k
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.overriding import override
+from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
@@ -31,7 +32,7 @@ _PRIORS = (
 )
 
 
-class RecyclingDrafter:
+class RecyclingDrafter(HoldingDrafter):
     """Keeps its table from one conversation to the next. n_rows: of the table."""
 
     name = "recycling"
@@ -92,8 +93,8 @@ class RecyclingDrafter:
             for key in (_key(before, last), last):
                 self._rows[key % len(self._rows)] = [key, *successors]
 
+    @override
     def held(self) -> dict[str, int]:
-        """See HoldingDrafter."""
         return {"tables": self._rows.nbytes}
 
     def close(self) -> None:

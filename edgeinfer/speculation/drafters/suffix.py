@@ -10,7 +10,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.overriding import override
+from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
@@ -137,7 +138,7 @@ class SuffixAutomaton:
         return len(self.end) - 1
 
 
-class SuffixDrafter:
+class SuffixDrafter(HoldingDrafter):
     """Copies from the prompt, the output and earlier requests. max_tokens: that the automaton holds at most."""
 
     name = "suffix"
@@ -195,8 +196,8 @@ class SuffixDrafter:
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is wanted."""
 
+    @override
     def held(self) -> dict[str, int]:
-        """See HoldingDrafter."""
         return {"tables": self.memory(len(self._automaton.text), len(self._last))}
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.overriding import override
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, FeatureDrafter
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Features, Logits
@@ -147,7 +148,7 @@ class Watchdog:
             self.clock.notify()
 
 
-class WatchedDrafter:
+class WatchedDrafter(CostlyDrafter):
     """A drafter whose calls run in a watchdog's thread and are waited for, up to their time limit."""
 
     def __init__(self, drafter: CostlyDrafter, device: str) -> None:
@@ -156,32 +157,33 @@ class WatchedDrafter:
         self._watchdog = Watchdog(drafter.name, device)
         self._cost = 0.0, 0.0
 
+    @override
     def start(self, context: Context) -> None:
-        """See Drafter."""
         self._watchdog.run(lambda: self._drafter.start(context))
 
+    @override
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """See Drafter."""
         token_ms, prefill_ms = self._cost
         return self._watchdog.run(lambda: self._drafter.propose(context, limit), prefill_ms + limit * token_ms)
 
+    @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """See Drafter."""
         self._watchdog.run(lambda: self._drafter.observe(context, n_new, rows))
 
+    @override
     def cost(self, context: Context) -> tuple[float, float]:
-        """See CostlyDrafter."""
         self._cost = self._watchdog.run(lambda: self._drafter.cost(context))
         return self._cost
 
+    @override
     def prefill(self, context: Context) -> None:
-        """See CostlyDrafter."""
         self._watchdog.run(lambda: self._drafter.prefill(context), sum(self._cost))
 
+    @override
     def interrupt(self) -> None:
-        """See CostlyDrafter."""
         self._drafter.interrupt()
 
+    @override
     def close(self) -> None:
         """Close the drafter, and end the thread. Raises BackendLost where its device hangs: no memory is freed."""
         try:
@@ -190,7 +192,7 @@ class WatchedDrafter:
             self._watchdog.close()
 
 
-class WatchedFeatureDrafter(WatchedDrafter):
+class WatchedFeatureDrafter(WatchedDrafter, FeatureDrafter):
     """The same for a FeatureDrafter."""
 
     def __init__(self, drafter: FeatureDrafter, device: str) -> None:
@@ -198,8 +200,8 @@ class WatchedFeatureDrafter(WatchedDrafter):
         self._feature_drafter = drafter
         self.taps = drafter.taps
 
+    @override
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
-        """See FeatureDrafter."""
         self._watchdog.run(lambda: self._feature_drafter.observe_features(text, first, features))
 
 

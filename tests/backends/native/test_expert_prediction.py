@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exactness import same_bits
+from expert_prefetch import set_expert_prefetch
 from interrupts import interrupted_every
 from numpy.typing import NDArray
 from tiny_experts import ExpertArchitecture, write_tiny_experts
@@ -120,7 +121,7 @@ def test_routers_of_other_architectures(tmp_path: Path, architecture: ExpertArch
     with opened(path, None) as model:
         expected = all_logits(model)
     with opened(path, 50) as model:
-        model.set_expert_prefetch(1.0)
+        set_expert_prefetch(model, 1.0)
         assert same_bits(all_logits(model), expected)
         predicted, wanted = np.sum(cache_of(model).predictions(), 0)
         assert 0 < wanted <= predicted
@@ -151,7 +152,7 @@ def without_changes(path: Path) -> Path:
 def test_the_same_router_of_the_same_input_predicts_all(tmp_path: Path, share: int) -> None:
     path = without_changes(packed_model(tmp_path / "m.gguf"))
     with opened(path, share) as model:
-        model.set_expert_prefetch(1.0)
+        set_expert_prefetch(model, 1.0)
         all_logits(model, [1] * 20)
         of_layers = cache_of(model).predictions()
         assert of_layers == [(0, 0)] + [(20 * N_USED, 20 * N_USED)] * (N_LAYERS - 1)
@@ -173,7 +174,7 @@ def test_long_passes_read_ahead_what_their_rows_want(tmp_path: Path) -> None:
 
 def test_some_guesses_are_wrong(path: Path) -> None:
     with opened(path, 50) as model:
-        model.set_expert_prefetch(1.0)
+        set_expert_prefetch(model, 1.0)
         all_logits(model, [1] * 20)
         (of_first, *of_layers) = cache_of(model).predictions()
         assert of_first == (0, 0)
@@ -208,7 +209,7 @@ def test_what_controls_prefetch_finds_the_switches(path: Path) -> None:
 
 def test_a_model_in_memory_predicts_too(path: Path) -> None:
     with opened(path, None) as model:
-        model.set_expert_prefetch(1.0)  # nothing to read
+        set_expert_prefetch(model, 1.0)  # nothing to read
         predictor = model.decoder().predictor
         assert predictor is not None
         predictor.observe(1)
@@ -233,13 +234,13 @@ def test_routers_without_an_order(tmp_path: Path, value: float) -> None:
     with opened(path, None) as model:
         expected = all_logits(model)
     with opened(path, 25) as model:
-        model.set_expert_prefetch(2.0)
+        set_expert_prefetch(model, 2.0)
         assert np.array_equal(all_logits(model).view(np.uint32), expected.view(np.uint32))
 
 
 def test_passes_that_are_stopped_while_hints_are_read(path: Path, expected: NDArray[np.float32]) -> None:
     with opened(path, 25) as model:
-        model.set_expert_prefetch(1.0)
+        set_expert_prefetch(model, 1.0)
         session, n_stopped = model.session(), 0
         with interrupted_every(0.0005, session):
             for first in range(0, 300, 2):

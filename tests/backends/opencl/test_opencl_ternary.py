@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from packed_dot import with_packed_dot
+from packed_ternary import pack_two_bit
 
 from edgeinfer.backends.opencl import OpenCLDevice, TernaryMatrix, available_ways, fastest_way, measure_ways
 from edgeinfer.errors import InvalidArgument, ShapeError
-from edgeinfer.models.formats.ternary_packing import pack_two_bit
 
 
 @pytest.fixture(scope="module", params=["plain", "dot", "lookup"])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from placement_simulation import assign, best_of_all, on_cpu, simulate, where_held
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.offload.placement import (
@@ -11,14 +12,9 @@ from edgeinfer.offload.placement import (
     ExpertTimes,
     GpuCache,
     WantedExpert,
-    assign,
-    best_of_all,
     interpolated,
-    on_cpu,
     timed,
-    where_held,
 )
-from edgeinfer.offload.placement_simulation import simulate
 from edgeinfer.offload.routing import Routing
 
 TIMES = ExpertTimes(cpu=lambda rows: 1.0 * rows, gpu=lambda rows: 0.25 + 0.05 * rows, transfer=1.5, read=3.0)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from route_traces import read_trace
 
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.offload.policies import CachePolicy, Farthest, LeastRecent, PassRecency, count_hits, hit_rates
-from edgeinfer.offload.routing import NONE, Routing, read_trace
+from edgeinfer.offload.routing import NONE, Routing
 
 TRACE = """\
 # route_trace v1

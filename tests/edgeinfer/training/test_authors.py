@@ -21,7 +21,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import NativeAuthor
 from edgeinfer.training.batch_author import BatchAuthor
-from edgeinfer.training.corpus import Mix, Request, Text
+from edgeinfer.training.corpus import AnswerRequest, Mix, TrainingText
 from edgeinfer.training.own_prompts import message_begin, own_prompts
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.training.target import KVCache, TorchTarget
@@ -36,7 +36,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("authors") / "m.gguf", tensor_type="F32", n_embd=64)
 
 
-def both_authors(path: Path, requests: Sequence[Request], cache_bytes: int = 1 << 30) -> tuple[list[Text], list[Text]]:
+def both_authors(
+    path: Path, requests: Sequence[AnswerRequest], cache_bytes: int = 1 << 30
+) -> tuple[list[TrainingText], list[TrainingText]]:
     """(native, torch) answers."""
     with edgeinfer.load(path, n_ctx=256, n_batch=256, draft="none") as engine, ModelFile.open(path) as file:
         target = TorchTarget(file, read_spec(file), CPU)
@@ -47,8 +49,8 @@ def both_authors(path: Path, requests: Sequence[Request], cache_bytes: int = 1 <
 @pytest.mark.parametrize("last_n", [4, 64, -1])
 def test_torch_writes_every_turn_with_the_penalties_of_the_native_engine(path: Path, last_n: int) -> None:
     params = SamplingParams(temperature=0.0, penalty_last_n=last_n, seed=0, **PENALTIES)
-    native, ours = both_authors(path, [Request(prompt, params) for prompt in CONVERSATIONS])
-    plain, _ = both_authors(path, [Request(prompt, SamplingParams(temperature=0.0)) for prompt in CONVERSATIONS])
+    native, ours = both_authors(path, [AnswerRequest(prompt, params) for prompt in CONVERSATIONS])
+    plain, _ = both_authors(path, [AnswerRequest(prompt, SamplingParams(temperature=0.0)) for prompt in CONVERSATIONS])
     assert len(ours) == len(native) == sum(len(prompt.turns) for prompt in CONVERSATIONS)
     same = [mine.tokens.tolist() == other.tokens.tolist() for mine, other in zip(ours, native, strict=True)]
     assert sum(same) >= len(same) - 1  # one may have two tokens as likely
@@ -64,7 +66,7 @@ def test_texts_are_written_in_groups_whose_caches_fit(path: Path, monkeypatch: p
         return answers(author, prompts, params)
 
     monkeypatch.setattr(BatchAuthor, "answers", noted)
-    greedy = [Request(Prompt((f"{n} of them",)), SamplingParams(temperature=0.0)) for n in range(7)]
+    greedy = [AnswerRequest(Prompt((f"{n} of them",)), SamplingParams(temperature=0.0)) for n in range(7)]
     with ModelFile.open(path) as file:
         n_bytes = KVCache.bytes_of(read_spec(file), 128)
     native, ours = both_authors(path, greedy, n_bytes)
@@ -75,7 +77,7 @@ def test_texts_are_written_in_groups_whose_caches_fit(path: Path, monkeypatch: p
 def test_parameters_that_torch_does_not_sample_by_are_refused(path: Path) -> None:
     for options in ({"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}):
         with pytest.raises(InvalidArgument, match=f"found {next(iter(options))} = .*--author native"):
-            both_authors(path, [Request(CONVERSATIONS[0], SamplingParams(seed=1, **options))])
+            both_authors(path, [AnswerRequest(CONVERSATIONS[0], SamplingParams(seed=1, **options))])
 
 
 def test_a_share_of_the_sampled_answers_is_sampled_as_the_chat_does() -> None:
@@ -111,7 +113,7 @@ class Silent:
 
     n_prompts = 16
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         raise AssertionError("nothing is to be answered")
 
     def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:

@@ -9,7 +9,7 @@ import pytest
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.training.corpus import Corpus, Mix, Request, Text, check_settings, draft_vocabulary
+from edgeinfer.training.corpus import AnswerRequest, Corpus, Mix, TrainingText, check_settings, draft_vocabulary
 from edgeinfer.training.features import Features, Halves, as_halves, rows_path, save_rows
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.types import TokenIds
@@ -23,18 +23,18 @@ class Writer:
     n_prompts = 4
 
     def __init__(self) -> None:
-        self.asked: list[Request] = []
+        self.asked: list[AnswerRequest] = []
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
+    def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         self.asked += requests
         return [self._answer(request) for request in requests]
 
     def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
         raise AssertionError("only prompts are answered")
 
-    def _answer(self, request: Request) -> Text:
+    def _answer(self, request: AnswerRequest) -> TrainingText:
         n = int(request.prompt.turns[0].split()[1])
-        return Text(np.full(2 + n % 5 + 3, n, np.int32), 2, request.params.is_greedy)
+        return TrainingText(np.full(2 + n % 5 + 3, n, np.int32), 2, request.params.is_greedy)
 
 
 def silent(what: str, share: float) -> None:
@@ -173,8 +173,8 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 def test_the_draft_vocabulary_has_the_most_frequent_tokens_of_answers_and_what_must_be_there() -> None:
     texts = [
-        Text(np.array([9, 9, 9, 5, 5, 7, 3, 3, 3], np.int32), 3, True),
-        Text(np.array([8, 7, 2], np.int32), 1, True),
+        TrainingText(np.array([9, 9, 9, 5, 5, 7, 3, 3, 3], np.int32), 3, True),
+        TrainingText(np.array([8, 7, 2], np.int32), 1, True),
     ]
     assert draft_vocabulary(texts, 12, 4, iter([11])).tolist() == [3, 5, 7, 11]
     assert draft_vocabulary(texts, 12, 4, iter([3])).tolist() == [2, 3, 5, 7]
@@ -189,7 +189,7 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_of_answers_and_what_m
 
 def test_a_rare_token_of_high_id_does_not_displace_what_any_text_has() -> None:
     answers = np.concatenate([np.arange(300).repeat(60), np.array([4000, 4000, 4000, 3990])]).astype(np.int32)
-    vocabulary = draft_vocabulary([Text(answers, 0, True)], 4096, 320, iter([]))
+    vocabulary = draft_vocabulary([TrainingText(answers, 0, True)], 4096, 320, iter([]))
     assert vocabulary[:319].tolist() == [*range(319)] and vocabulary[319] == 4000
 
 
@@ -246,7 +246,7 @@ def test_features_of_several_corpora_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_rows_that_come_with_texts_are_not_recorded_again(tmp_path: Path) -> None:
-    def keep(shard: Path, texts: Sequence[Text]) -> None:
+    def keep(shard: Path, texts: Sequence[TrainingText]) -> None:
         assert not shard.exists()  # a run that is stopped here writes both again
         if shard != corpus.shard(1):
             save_rows(rows_path(shard, True), Halver().record([text.tokens for text in texts]), 3)

@@ -17,7 +17,7 @@ from edgeinfer.models import RopeSpec
 from edgeinfer.models.rope import inverse_frequencies
 from edgeinfer.training import rounds
 from edgeinfer.training.batches import Batch, Batches, pack
-from edgeinfer.training.corpus import Text
+from edgeinfer.training.corpus import TrainingText
 from edgeinfer.training.features import Sample
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, chain_mask, linear_guess
@@ -397,7 +397,7 @@ def test_chains_in_a_batch_are_texts_of_their_own_that_share_their_beginnings(
 ) -> None:
     monkeypatch.setattr(rounds, "STRIDE", 7)
     head, n_rows = a_head(n_layers, n_taps=n_taps), N_EMBD * max(1, n_taps)
-    texts = [Text(rng.integers(0, N_VOCAB, n).astype(np.int32), 6, True) for n in (18, 30, 13, 60, 64)]
+    texts = [TrainingText(rng.integers(0, N_VOCAB, n).astype(np.int32), 6, True) for n in (18, 30, 13, 60, 64)]
     recorder = OfPrefixes([Sample(text, Path(), 0, first) for first, text in enumerate(texts)], n_rows)
     draft_ids = np.full(N_VOCAB, -1)
     draft_ids[VOCABULARY] = np.arange(len(VOCABULARY))

@@ -26,7 +26,7 @@ from edgeinfer.training import agreement, batch_author
 from edgeinfer.training import target as target_module
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
-from edgeinfer.training.corpus import Mix, Request
+from edgeinfer.training.corpus import AnswerRequest, Mix
 from edgeinfer.training.features import Halves, NativeRecorder, Taps
 from edgeinfer.training.head import HeadSizes
 from edgeinfer.training.prompts import Prompt
@@ -247,7 +247,7 @@ def test_trees_hold_what_changes_no_model(tmp_path: Path) -> None:
 def test_a_conversation_has_a_text_for_each_turn(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", tensor_type="F32", n_embd=64)
     with edgeinfer.load(path, n_ctx=256, draft="none") as engine:
-        request = Request(Prompt(("one", "two")), Mix(3, 1.0, 0.8).request(Prompt(("one",))).params)
+        request = AnswerRequest(Prompt(("one", "two")), Mix(3, 1.0, 0.8).request(Prompt(("one",))).params)
         first, second = NativeAuthor(engine, 256, 10).write([request])
     assert second.n_prompt > len(first.tokens) - 1
     assert second.tokens[: first.n_prompt].tolist() == first.tokens[: first.n_prompt].tolist()

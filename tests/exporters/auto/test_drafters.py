@@ -17,13 +17,11 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.exporters.auto import candidates, draft_choice, speed, trial
 from edgeinfer.exporters.auto import target as target_module
-from edgeinfer.exporters.auto.agreement import margins_of
-from edgeinfer.exporters.auto.allocation import Options
-from edgeinfer.exporters.auto.chains import NEVER, Drafting, Expected, accepted, of_rows
-from edgeinfer.exporters.auto.draft_model import DraftModel
+from edgeinfer.exporters.auto.allocation import Options, best_mix, front_of, small_mix
+from edgeinfer.exporters.auto.chains import NEVER, Drafting, Expected, accepted, margins_of, of_rows
 from edgeinfer.exporters.auto.draft_search import DraftSearch
-from edgeinfer.exporters.auto.front import best_mix, front_of, small_mix
-from edgeinfer.exporters.auto.state import State
+from edgeinfer.exporters.auto.drafters import DraftModel
+from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.auto.target import open_target
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource

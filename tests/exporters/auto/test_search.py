@@ -9,13 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.exporters.auto import choice, speed, trials
+from edgeinfer.exporters.auto import choice, speed, trial
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
-from edgeinfer.exporters.auto.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
-from edgeinfer.exporters.auto.windows import CalibrationText, Window, windows_of
+from edgeinfer.exporters.auto.trial import CalibrationText, Window, windows_of
 from edgeinfer.exporters.calibration import collect
 from edgeinfer.exporters.calibration.prompts import PROMPTS
+from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
@@ -78,7 +78,7 @@ def test_a_mix_is_nearer_to_the_source_than_a_uniform_format_of_its_size(
     search.close()
     assert mix.n_bytes <= limits.n_bytes and found[1].divergence < found[0].divergence
     again = Search(source, subjects, {}, windows, Device(2), state=tmp_path / "state.jsonl")
-    monkeypatch.setattr(trials, "TrialModel", None)  # all of it is known
+    monkeypatch.setattr(trial, "TrialModel", None)  # all of it is known
     again.measure()
     assert again.refine(limits) == mix
     assert again.compare([flat, mix.types], windows) == found

@@ -9,10 +9,10 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import devices
 from edgeinfer.backends.native import _core
-from edgeinfer.exporters.auto import speed, verifying
+from edgeinfer.exporters.auto import speed
 from edgeinfer.exporters.auto.candidates import subjects_of
-from edgeinfer.exporters.auto.machine_load import LoadMeter
-from edgeinfer.exporters.auto.pace import Pace
+from edgeinfer.exporters.auto.progress import Pace
+from edgeinfer.exporters.auto.speed import LoadMeter
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -90,8 +90,8 @@ def test_the_load_is_what_others_take(machine: FakeMachine, tmp_path: Path) -> N
 
 def test_the_tokens_of_a_pass_are_those_that_drafting_verifies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flat_up_to_four = {n: 1.0 if n <= 4 else 0.4 * n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)}
-    assert verifying.best_pass(flat_up_to_four) == 4
-    assert verifying.best_pass({n: 1.0 + 1e-3 * n for n in flat_up_to_four}) > 12
+    assert speed.best_pass(flat_up_to_four) == 4
+    assert speed.best_pass({n: 1.0 + 1e-3 * n for n in flat_up_to_four}) > 12
     source = GgufSource(ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "F16", tied=True)))
     subjects, asked = subjects_of(source, read_spec(source.file)), set()
 
@@ -101,7 +101,7 @@ def test_the_tokens_of_a_pass_are_those_that_drafting_verifies(tmp_path: Path, m
 
     monkeypatch.setattr(speed, "measure", measure)
     monkeypatch.setattr(speed, "record_folder", lambda kind: None)
-    assert verifying.drafted_tokens(subjects, 1 << 30, speed.Speeds(1)) == 5
+    assert speed.drafted_tokens(subjects, 1 << 30, speed.Speeds(1)) == 5
     assert asked == {GGMLType.Q8_0}  # the largest that fits
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import BackendUnavailable, ModelFileError
-from edgeinfer.exporters.checks.comparison import distance
 from edgeinfer.exporters.checks.runtime import GreedyRun, compare_logits, compare_tokens
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
+from edgeinfer.exporters.divergence import distance
 
 
 def greedy_run(n_answer: int = 3) -> GreedyRun:
@@ -59,8 +59,8 @@ def test_logits_are_compared_at_each_token() -> None:
 def test_the_divergence_is_that_of_the_definition(rng: np.random.Generator) -> None:
     a, b = rng.standard_normal((2, 5, 7), dtype=np.float32)
     p, q = (np.exp(each) / np.exp(each).sum(axis=1, keepdims=True) for each in (a, b))
-    assert distance(a, b).kl == pytest.approx(float((p * np.log(p / q)).sum(axis=1).mean()), rel=1e-5)
-    assert distance(a, a + 3).kl == pytest.approx(0, abs=1e-6)
+    assert distance(a, b).divergence == pytest.approx(float((p * np.log(p / q)).sum(axis=1).mean()), rel=1e-5)
+    assert distance(a, a + 3).divergence == pytest.approx(0, abs=1e-6)
 
 
 def test_a_runtime_that_crashes_or_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from converter_hashes import APART, described
 from drafting import FixedCosts
 from numpy.testing import assert_allclose, assert_array_equal
+from reference_head import open_reference_head
 from tiny_checkpoints import stored_pieces
 from tiny_eagle3 import (
     CASES,
@@ -33,7 +34,6 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, load_head, plan_head
-from edgeinfer.backends.reference_head import open_reference_head
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize

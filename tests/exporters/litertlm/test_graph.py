@@ -19,7 +19,6 @@ from edgeinfer.exporters.litertlm.graph import (
     check_model,
     prefill_lengths,
 )
-from edgeinfer.exporters.litertlm.library import open_interpreter
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import LoadSettings
@@ -34,7 +33,9 @@ TOKENS = np.random.default_rng(1).integers(3, 290, 40).astype(np.int32)
 
 def logits_of(path: Path, spec: ModelSpec) -> NDArray[np.float32]:
     """(8, n_vocab): the first 32 tokens as a prompt in one pass, the others one by one."""
-    interpreter = open_interpreter().Interpreter(model_path=str(path), num_threads=1)
+    from ai_edge_litert.interpreter import Interpreter
+
+    interpreter = Interpreter(model_path=str(path), num_threads=1)
     n_cache, n = cache_positions(N_CTX), prefill_lengths(N_CTX)[-1]
     places = np.arange(n_cache)
     caches = {}

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-
-from edgeinfer.errors import ShapeError
-from edgeinfer.models.formats.ternary_packing import (
+from packed_ternary import (
     pack_base_three,
     pack_two_bit,
-    packed_shape,
     unpack_base_three,
     unpack_two_bit,
 )
+
+from edgeinfer.errors import ShapeError
+from edgeinfer.models.formats.ternary_packing import packed_shape
 
 FORMATS = {"two_bit": (pack_two_bit, unpack_two_bit, 16), "base_three": (pack_base_three, unpack_base_three, 20)}
 Pack = Callable[[np.ndarray, np.ndarray], np.ndarray]

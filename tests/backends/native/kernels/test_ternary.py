@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
+from packed_ternary import pack_base_three, pack_two_bit
 from tiny_models import quantize
 
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.native.weights import BASE_THREE
-from edgeinfer.models.formats.ternary_packing import pack_base_three, pack_two_bit
 from edgeinfer.models.gguf import GGMLType
 
 # Columns that hold their largest magnitude, 127, are rounded to themselves: what comes out is a sum of integers, exact

@@ -1,4 +1,4 @@
-"""How far logits are from those of the unrounded model."""
+"""How far the distributions of one model are from those of another, by their logits behind the same tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,29 @@ class Distance(NamedTuple):
     divergence: float
     agreement: float
 
+    def in_words(self, n_tokens: int) -> str:
+        """From a source, over so many tokens, for the user."""
+        return (
+            f"KL {self.divergence:.4f} nats a token against the source, {self.agreement:.1%} the same most likely "
+            f"token, over {n_tokens} tokens"
+        )
+
+
+def distance(source: Logits, written: Logits) -> Distance:
+    """How far two models are apart.  source, written: (n, n_vocab), of which copies of a row are made in float64."""
+    kl, same = 0.0, 0
+    for p_logits, q_logits in zip(source, written, strict=True):
+        log_p, log_q = _log_softmax(p_logits), _log_softmax(q_logits)
+        kl += float(np.exp(log_p) @ (log_p - log_q))
+        same += int(p_logits.argmax() == q_logits.argmax())
+    return Distance(kl / len(source), same / len(source))
+
 
 class Reference:
-    """The distributions that a model is to have. logits: (n, n_vocab); they are overwritten."""
+    """The distributions that many models are compared with. logits: (n, n_vocab); they are overwritten.
+
+    In float32, several times as fast as `distance`, and exact to some 1e-6 nats.
+    """
 
     def __init__(self, logits: Logits) -> None:
         self._likeliest = logits.argmax(axis=1)
@@ -43,6 +63,11 @@ def mean_distance(references: Sequence[Reference], logits: Sequence[Logits]) -> 
     found = [reference.distances(rows) for reference, rows in zip(references, logits, strict=True)]
     divergence, agreement = (np.concatenate(each) for each in zip(*found, strict=True))
     return Distance(float(divergence.mean()), float(agreement.mean()))
+
+
+def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max()
+    return np.asarray(shifted - np.log(np.exp(shifted).sum()))
 
 
 def _log_sum(row: NDArray[np.float32]) -> float:

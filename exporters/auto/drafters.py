@@ -1,9 +1,10 @@
-"""A draft head whose types are chosen: what it drafts beside its target, with tensors in tried formats."""
+"""Draft models and draft heads whose types are chosen: what they draft beside a target in formats that are tried."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,23 +13,110 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeHeadModel, load_head, plan_head
-from edgeinfer.exporters.auto.agreement import MarginNoise, margins_of
-from edgeinfer.exporters.auto.candidates import Subject, formats_of
-from edgeinfer.exporters.auto.chains import Margins
-from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.state import State
-from edgeinfer.exporters.auto.target import Target, TargetText
-from edgeinfer.exporters.auto.trial import Rounding, least_seconds, open_rounded
-from edgeinfer.exporters.auto.trials import Measured, Types, loss_key
-from edgeinfer.exporters.calibration.running import model_file_of
+from edgeinfer.backends.native.weights import of_frequent_tokens
+from edgeinfer.errors import UnsupportedModel
+from edgeinfer.exporters.auto.candidates import Importance, Subject, formats_of, subjects_of
+from edgeinfer.exporters.auto.chains import Agreement, MarginNoise, Margins, margins_of, of_rows
+from edgeinfer.exporters.auto.choice import importance_by_tensor
+from edgeinfer.exporters.auto.draft_search import Drafter
+from edgeinfer.exporters.auto.progress import State
+from edgeinfer.exporters.auto.target import MeasuredTarget, TargetText
+from edgeinfer.exporters.auto.trial import (
+    LossTrials,
+    Measured,
+    Rounding,
+    TrialModel,
+    Types,
+    Window,
+    least_seconds,
+    loss_key,
+    rounded_file,
+)
+from edgeinfer.exporters.calibration.imatrix import Imatrix
 from edgeinfer.exporters.checks.head import target_rows
 from edgeinfer.exporters.source import Source
-from edgeinfer.files import temporary_folder
+from edgeinfer.exporters.virtual_file import model_file_of
+from edgeinfer.models import ModelSpec, TensorRows, read_draft_spec
 from edgeinfer.models.draft_head import HeadSpec
-from edgeinfer.models.gguf import GGMLType
+from edgeinfer.models.draft_vocab import draft_vocab_of
+from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.overriding import override
 from edgeinfer.settings import LoadSettings
+from edgeinfer.speculation.drafters.cross_vocabulary import has_vocabulary_of
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
+
+
+def drafting_spec(file: ModelFile) -> ModelSpec:
+    """The spec of a draft model as it is loaded: with logits for some tokens only where there are many."""
+    return of_frequent_tokens(file, read_draft_spec(file))
+
+
+class DraftModel(Drafter):
+    """See Drafter. Raises UnsupportedModel for a model with another vocabulary than the target's."""
+
+    n_tokens = 1  # of the passes in which it drafts
+
+    def __init__(self, source: Source, target: MeasuredTarget, imatrix: Imatrix | None, device: Device) -> None:
+        self._source, self._device = source, device
+        with model_file_of(source) as file:
+            spec = drafting_spec(file)
+            if not has_vocabulary_of(file, target.file, target.model.spec.n_vocab):
+                raise UnsupportedModel(
+                    f"{source.path}: --type auto chooses for draft models with the tokens of their target, which "
+                    f"{target.file.path} does not have"
+                )
+            ids = draft_vocab_of(file, spec.n_vocab)
+        self._ids = np.arange(spec.n_logits) if ids is None else ids
+        self.subjects = [_as_drafted(subject, spec) for subject in subjects_of(source, spec)]
+        self.importance = importance_by_tensor(self.subjects, imatrix)
+
+    @override
+    def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
+        objective = Agreement([self._columns(text) for text in texts], noise)
+        windows = [_window(text) for text in texts]
+        return LossTrials(
+            self._source, self.subjects, self.importance, windows, self._device, objective, state, drafting_spec
+        )
+
+    @override
+    def shapes(self, texts: Sequence[TargetText], n_depths: int) -> list[tuple[int, int]]:
+        return [(len(text.rows), 1) for text in texts]
+
+    @override
+    def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
+        return np.concatenate([of_rows(rows[:, 0], n_depths) for rows in margins])
+
+    @override
+    def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
+        windows = [_window(text) for text in texts]
+        n_tokens = max(len(text.tokens) for text in texts)
+        with TrialModel(self._source, types, self.importance, n_tokens, self._device, drafting_spec) as model:
+            found = [
+                of_rows(margins_of(rows, self._columns(text)), n_depths)
+                for text, rows in zip(texts, model.read(windows), strict=True)
+            ]
+            return np.concatenate(found), model.pass_seconds(self.n_tokens)
+
+    @override
+    def seconds(self, types: Types) -> float:
+        with TrialModel(self._source, types, self.importance, 16, self._device, drafting_spec) as model:
+            return model.pass_seconds(self.n_tokens)
+
+    def _columns(self, text: TargetText) -> NDArray[np.intp]:
+        """Of the target's tokens in the logits."""
+        places = np.searchsorted(self._ids, text.chosen).clip(max=len(self._ids) - 1)
+        return np.where(self._ids[places] == text.chosen, places, -1)
+
+
+def _window(text: TargetText) -> Window:
+    return Window(text.tokens, text.rows)
+
+
+def _as_drafted(subject: Subject, spec: ModelSpec) -> Subject:
+    """The output matrix with the rows that are multiplied."""
+    output = spec.output.name if isinstance(spec.output, TensorRows) else spec.output
+    return subject if subject.name != output else replace(subject, shape=(spec.n_logits, subject.shape[1]))
 
 
 class _Read(NamedTuple):
@@ -38,38 +126,38 @@ class _Read(NamedTuple):
     features: Features
 
 
-class DraftHead:
+class DraftHead(Drafter):
     """See Drafter."""
 
     n_tokens = DEFAULT_WIDTH  # of the passes in which it drafts
     importance: Importance = MappingProxyType({})  # nothing measures one of heads
 
-    def __init__(self, source: Source, target: Target, device: Device) -> None:
+    def __init__(self, source: Source, target: MeasuredTarget, device: Device) -> None:
         self._source, self._target, self._device = source, target, device
         with model_file_of(source) as file:
             self._spec = read_head_beside(file, target.file, target.model.spec)
         self.subjects = head_subjects(source, self._spec)
         self._known: list[tuple[Sequence[TargetText], list[_Read]]] = []
 
+    @override
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
-        """See Drafter.trials."""
         return _HeadTrials(self, texts, noise, state, n_depths)
 
+    @override
     def shapes(self, texts: Sequence[TargetText], n_depths: int) -> list[tuple[int, int]]:
-        """See Drafter.shapes."""
         return [(len(_starts(text, n_depths)), n_depths) for text in texts]
 
+    @override
     def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
-        """See Drafter.chains."""
         return np.concatenate(list(margins))
 
+    @override
     def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
-        """See Drafter.run."""
         with self._loaded(types, {}, texts, n_depths) as head:
             return np.concatenate(self._margins(head, texts, n_depths)), self._seconds(head)
 
+    @override
     def seconds(self, types: Types) -> float:
-        """See Drafter.seconds."""
         with self._loaded(types, {}, (), 2) as head:
             return self._seconds(head)
 
@@ -83,15 +171,14 @@ class DraftHead:
         self, held: Types, roundings: Mapping[str, Rounding], texts: Sequence[TargetText], n_depths: int
     ) -> Iterator[NativeHeadModel]:
         n = n_depths * max((len(text.tokens) for text in texts), default=8)
-        with temporary_folder() as folder:
-            with open_rounded(folder, self._source, held, roundings, {}) as file:
-                spec = read_head_beside(file, self._target.file, self._target.model.spec)
-                plan = plan_head(file, spec, LoadSettings(n, n_batch=n, n_threads=self._device.n_threads))
-                head = load_head(file, spec, self._target.model, plan, self._device)
-            try:
-                yield head
-            finally:
-                head.close()
+        with rounded_file(self._source, held, roundings, {}) as file:
+            spec = read_head_beside(file, self._target.file, self._target.model.spec)
+            plan = plan_head(file, spec, LoadSettings(n, n_batch=n, n_threads=self._device.n_threads))
+            head = load_head(file, spec, self._target.model, plan, self._device)
+        try:
+            yield head
+        finally:
+            head.close()
 
     def _margins(self, head: NativeHeadModel, texts: Sequence[TargetText], n_depths: int) -> list[Margins]:
         return [_chain_margins(head, each, n_depths) for each in self._read(texts)]
@@ -116,7 +203,7 @@ class DraftHead:
             session.close()
 
 
-class _HeadTrials:
+class _HeadTrials(Measured):
     """See Measured. The head is loaded for each measurement: it is small."""
 
     def __init__(
@@ -126,8 +213,8 @@ class _HeadTrials:
         self._has_begun = False
         self.n_measured = 0
 
+    @override
     def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
-        """See Measured.loss."""
         key = loss_key(mix, name, type, gain)
         known = self._state.get(key)
         if known is not None:
@@ -141,8 +228,9 @@ class _HeadTrials:
             roundings[name] = Rounding(type, gain)
         return self._state.add(key, self._noise.loss(self._head.margins(roundings, self._texts, self._n_depths)))
 
+    @override
     def close(self) -> None:
-        """See Measured.close."""
+        pass
 
 
 def head_subjects(source: Source, spec: HeadSpec) -> list[Subject]:

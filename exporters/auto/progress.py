@@ -1,16 +1,14 @@
-"""What was measured so far, in a file, so that a search that was stopped goes on where it was."""
+"""What a search has measured so far, in a file from which it goes on, and what it says of itself meanwhile."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.exporters.auto.candidates import Subject
-from edgeinfer.exporters.auto.rounding import Importance
-from edgeinfer.exporters.auto.windows import Window
+from edgeinfer.exporters.request import Told, untold
 
 _VERSION = 1
 
@@ -42,21 +40,6 @@ class State:
         return value
 
 
-def fingerprint_of(
-    subjects: Sequence[Subject], windows: Sequence[Window], importance: Importance, more: str = ""
-) -> str:
-    """Of the tensors (their first rows), their formats, the texts and the importance. more: what else there is."""
-    digest = hashlib.sha256()
-    for subject in subjects:
-        digest.update(repr((subject.name, subject.tensor.shape, [each.name for each in subject.formats])).encode())
-        digest.update(subject.tensor.rows(0, 1).tobytes())
-        found = importance.get(subject.name)
-        digest.update(b"" if found is None else found.tobytes())
-    digest.update(repr([(list(window.tokens), list(window.rows)) for window in windows]).encode())
-    digest.update(more.encode())
-    return digest.hexdigest()
-
-
 def _read(path: Path, first: str) -> dict[str, float]:
     """The numbers of a file that begins with that line; a last line that was cut short is left out."""
     try:
@@ -71,3 +54,41 @@ def _read(path: Path, first: str) -> dict[str, float]:
             name, value = json.loads(line)
             numbers[str(name)] = float(value)
     return numbers
+
+
+class Pace:
+    """Tells how many of some measurements are done.
+
+    weights: what each of them takes, over the others.  of: what they are of, such as "tensors".  clock: in seconds.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        of: str,
+        weights: Sequence[float],
+        told: Told = untold,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stage, self._of, self._weights, self._told, self._clock = stage, of, weights, told, clock
+        self._n_done = 0
+        self._began = clock()
+        self._seconds = self._measured = 0.0  # of what was measured now, and its weight
+
+    def done(self, was_known: bool = False) -> None:
+        """One more is done.  was_known: an earlier search has measured it, so that it took no time."""
+        now = self._clock()
+        if not was_known:
+            self._seconds += now - self._began
+            self._measured += self._weights[self._n_done]
+        self._began = now
+        self._n_done += 1
+        n = len(self._weights)
+        what = f"{self._stage}: {self._n_done} of {n} {self._of}"
+        left = self.seconds_left()
+        self._told(what if left is None else f"{what}, {left:.0f} s left", self._n_done / n)
+
+    def seconds_left(self) -> float | None:
+        """For what is not done, as if nothing of it were known; None where nothing was measured, or nothing is left."""
+        left = sum(self._weights[self._n_done :])
+        return self._seconds * left / self._measured if self._measured and left else None
