@@ -19,6 +19,7 @@ from parts import missing, required
 from peer import llama_cpp_crashes
 from peer_build import has_amx, this_cpu
 from tiny_models import write_tiny_model
+from wants_plain_step import WANTS_PLAIN_STEP  # noqa: F401
 
 import edgeinfer
 from edgeinfer.backend_choice import open_backend
@@ -43,6 +44,22 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured costs of tiny models do not end up among the user's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _costs_are_kept() -> Iterator[None]:
+    """Other tests run meanwhile: costs that were measured beside them are kept all the same."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgeinfer.speculation.calibration.MOST_SHARE", float("inf"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _drafts_are_made() -> Iterator[None]:
+    """Whether drafts pay is measured, and for tiny models they do not: that is tested in test_payoff.py alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgeinfer.speculation.payoff.Payoff.wants_plain_step", False)
         yield
 
 

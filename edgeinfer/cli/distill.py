@@ -52,6 +52,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     help="Further prompts made of the answers: summaries, questions about passages, translations, second turns.",
 )
 @click.option(
+    "--own-prompts",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Further prompts that the model writes itself, from where the template has a person's message.",
+)
+@click.option(
     "--texts-of",
     type=FileName(exists=True, file_okay=False),
     multiple=True,
@@ -61,6 +68,13 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     "--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Share of first answers that are greedy."
 )
 @click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of sampled answers.")
+@click.option(
+    "--chat-share",
+    type=_SHARE,
+    default=0.5,
+    show_default=True,
+    help="Share of sampled answers that are sampled as chat does for this model, penalties included.",
+)
 @click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Most prompts for evaluation.")
 @click.option(
     "--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens the head can draft."

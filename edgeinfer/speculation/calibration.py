@@ -14,6 +14,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.other_work import MOST_SHARE, OtherWork
 from edgeinfer.types import LogitsRows, Output
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
@@ -139,14 +140,17 @@ def cached_costs(
 ) -> CostModel:
     """The cost model of that key: from disk, or measured now and kept there.
 
-    max_ratio: of the cost of two tokens to that of one. A measurement above it is used, but not kept.  make: the model
-    of a curve and of what keeps it.
+    max_ratio: of the cost of two tokens to that of one. A measurement above it is used, but not kept; nor is one while
+    other processes worked, and what passes make of it.  make: the model of a curve and of what keeps it.
     """
     folder = default_folder()
     curve = load_curve(key, folder)
     if curve is None:
+        others = OtherWork()
         curve = measure()
-        if curve.near.get(2, 0.0) <= max_ratio * curve.near[1]:  # else the next load measures again
+        if others.cores() > MOST_SHARE:  # the next load measures again
+            folder = None
+        elif curve.near.get(2, 0.0) <= max_ratio * curve.near[1]:
             save_curve(key, curve, folder)
     return make(curve, lambda corrected: save_curve(key, corrected, folder))
 

@@ -66,20 +66,20 @@ class ExpertCostModel(CostModel):
     @property
     def is_doubtful(self) -> bool:
         """See CostModel."""
-        now = self.milliseconds(0) if not self._now else self._now
+        now = self.milliseconds(self._n_context)
         return now[2] > MAX_RATIO_OF_TWO * max(1.0, self._unions[2]) * now[1]
 
     def without_waits(self, n: int, n_past: int) -> float:
         """Milliseconds of a pass of n tokens whose experts are all in memory."""
         return max(self.milliseconds(n_past)[n] - self._expected_wait(n), 0.0)
 
-    def observe(self, n: int, n_past: int, milliseconds: float) -> None:
+    def observe(self, n: int, n_past: int, milliseconds: float, is_disturbed: bool = False) -> None:
         """See CostModel."""
         if n == 1 and not self._passes.is_cached:  # always the same experts, and no waits: nothing more to learn
-            super().observe(n, n_past, milliseconds)
+            super().observe(n, n_past, milliseconds, is_disturbed)
         elif 1 <= n <= MAX_TOKENS:
             seen = self._passes.last()
-            super().observe(n, n_past, self._usual(n, n_past, seen, milliseconds))
+            super().observe(n, n_past, self._usual(n, n_past, seen, milliseconds), is_disturbed)
             self._learn(n, seen)
 
     def correct(self, n: int, n_past: int, milliseconds: float) -> None:
@@ -103,7 +103,8 @@ class ExpertCostModel(CostModel):
             self._unions[n] += _POINT_RATE * (seen.union - self._unions[n])
         if self._passes.is_cached:
             self._learn_waits(n, seen)
-        if any(abs(self._added_to(m) - self._added[m]) > _STEP * self._now[m] for m in (1, 2, 8)):
+        now = self.milliseconds(self._n_context)
+        if any(abs(self._added_to(m) - self._added[m]) > _STEP * now[m] for m in (1, 2, 8)):
             self._added = [self._added_to(m) for m in range(MAX_TOKENS + 1)]
             self._update()
 
@@ -123,7 +124,7 @@ class ExpertCostModel(CostModel):
         """Milliseconds beside the curve; a pass never costs less than a share of it."""
         if not n:
             return 0.0
-        of_curve = (self._base[n] + self._slope[n] * max(self._n_context, 0)) * self._point[n]
+        of_curve = self._load_of(n) * self._without_load(n, self._n_context)
         of_union = self._union_ms * (self._unions[n] - self._of_curve[n])
         return max(of_union, (_LEAST_SHARE - 1.0) * of_curve) + self._expected_wait(n)
 

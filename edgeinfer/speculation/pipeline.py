@@ -16,7 +16,9 @@ from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
+from edgeinfer.speculation.other_work import Preemptions
 from edgeinfer.speculation.padding import PassPadding
+from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
@@ -82,6 +84,8 @@ class Speculator:
         self._states = [self._new_state(drafter) for drafter in drafters]
         self.placements = dict(placements or {})
         self._padding = PassPadding()
+        self._preemptions = Preemptions()
+        self._payoff = Payoff()
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
 
@@ -157,6 +161,7 @@ class Speculator:
 
     def _start(self, job: Job, logits: Logits, stats: StatsCounter) -> Context:
         """Begin a request. Drafters dropped in the last one are back, unless they failed on this prompt already."""
+        started = perf_counter()
         self._replace_lost(stats)
         context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain)
         verify_ms = self.costs.milliseconds(self._session.n_past)
@@ -173,6 +178,7 @@ class Speculator:
             with state.guarded(stats):
                 if state.costly and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
                     state.costly.prefill(context)
+        self._payoff.start_request(perf_counter() - started)
         return context
 
     def _new_state(self, drafter: Drafter) -> DrafterState:
@@ -201,11 +207,10 @@ class Speculator:
     def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
         """Draft, verify, commit; the new tokens, at least one."""
         started = perf_counter()
-        n_past = self._session.n_past
-        verify_ms = self.costs.milliseconds(n_past)
+        n_past, is_plain = self._session.n_past, self._payoff.wants_plain_step
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
-        proposals, tree = self._draft(job, context, verify_ms, max_nodes, stats)
-        if job.n_left > len(tree.path) + 1:
+        proposals, tree = ([], VerifyTree()) if is_plain else self._draft(job, context, max_nodes, stats)
+        if not is_plain and job.n_left > len(tree.path) + 1:
             self._start_background(context, [tree.tokens[node] for node in tree.path], max_nodes, stats)
         n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
         batch, parents = _batch(job.text[-1], tree, n_padding)
@@ -220,18 +225,28 @@ class Speculator:
         features = out.features
         features = None if features is None else features[path]
         self._observe(context, new, [out.logits[row] for row in path], stats, features)
-        # A padded pass only lowers costs: that it was fast does not mean that the machine became faster.
-        observe_cost = self.costs.correct if n_padding else self.costs.observe
-        observe_cost(len(batch), n_past, 1e3 * (verified - drafted))
-        stats.count(len(new), tree.depths, tree.owners, accepted)
-        stats.verify_seconds += verified - drafted
-        stats.plain_seconds += 1e-3 * verify_ms[1] * len(new) + committed - verified
-        ended = perf_counter()
+        self._observe_cost(len(batch), n_past, verified - drafted, n_padding)
         if self._timeline is not None:
             self._timeline.add("verify", drafted, verified, len(batch))
+        stats.count(len(new), tree.depths, tree.owners, accepted)
+        stats.verify_seconds += verified - drafted
+        ended = perf_counter()
         stats.draft_seconds += drafted - started + ended - committed
         stats.step_seconds += ended - started
+        if len(batch) == 1:
+            self._payoff.count_plain(committed - drafted)
+        self._payoff.count(len(new), ended - started, not is_plain)
+        plain_seconds = self._payoff.plain_seconds
+        stats.plain_seconds += len(new) * (plain_seconds or 1e-3 * self.costs.milliseconds(n_past)[1])
         return new
+
+    def _observe_cost(self, n: int, n_past: int, seconds: float, n_padding: int) -> None:
+        """Correct the costs by a pass of n tokens, n_padding of which are dummies."""
+        is_disturbed = self._preemptions.are_new()
+        if n_padding:  # only lowers costs: that it was fast does not mean that the machine became faster
+            self.costs.correct(n, n_past, 1e3 * seconds)
+        else:
+            self.costs.observe(n, n_past, 1e3 * seconds, is_disturbed)
 
     def _wanted_taps(self) -> bool | tuple[int, ...]:
         """The hidden states that this step's pass must return."""
@@ -239,9 +254,10 @@ class Speculator:
         return self.taps if is_wanted else False
 
     def _draft(
-        self, job: Job, context: Context, verify_ms: Sequence[float], max_nodes: int, stats: StatsCounter
+        self, job: Job, context: Context, max_nodes: int, stats: StatsCounter
     ) -> tuple[list[Proposal], VerifyTree]:
         """The drafters' proposals, and the tree to verify: of free drafters first, then of those with a model."""
+        verify_ms = self.costs.milliseconds(self._session.n_past)
         if max_nodes < 1 or job.n_left < 2:
             return [], VerifyTree()
         proposals: list[Proposal] = []

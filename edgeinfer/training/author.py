@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -25,50 +26,78 @@ Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what
 Answer = tuple[list[int], Halves | None]  # its tokens, and the rows of the prompt and it
 
 
-class NativeAuthor:
+class TurnAuthor(ABC):
+    """Answers conversations turn by turn.
+
+    context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
+    are left out.
+    """
+
+    n_prompts: int
+
+    def __init__(self, engine: Engine, context: int, max_tokens: int) -> None:
+        self._engine = engine
+        self._context = context
+        self._max_tokens = max_tokens
+
+    def write(self, requests: Sequence[Request]) -> list[Text]:
+        """See Author.write. A text for each turn of a request, with all that went before it."""
+        messages: list[list[dict[str, str]]] = [[] for _ in requests]
+        texts: list[list[Text]] = [[] for _ in requests]
+        params = [request.params for request in requests]
+        for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
+            asked: list[Asked] = []
+            for number, request in enumerate(requests):
+                if len(texts[number]) == turn < len(request.prompt.turns):  # no turn before was left out
+                    messages[number].append({"role": "user", "content": request.prompt.turns[turn]})
+                    asked.append((number, encode(self._engine, messages[number])))
+            for (number, prompt), (answer, rows) in self._answered(asked, params):
+                tokens = np.array(prompt + answer, dtype=np.int32)
+                texts[number].append(Text(tokens, len(prompt), params[number].is_greedy, rows))
+                if turn + 1 < len(requests[number].prompt.turns):
+                    content = self._engine.output_format.answer(prompt, answer)
+                    messages[number].append({"role": "assistant", "content": content})
+        return [text for each in texts for text in each]
+
+    def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """See Author.continued."""
+        found = {number: answer for (number, _), (answer, _) in self._answered(list(enumerate(prompts)), params)}
+        return [found.get(number, []) for number in range(len(prompts))]
+
+    def _answered(self, asked: Sequence[Asked], params: Sequence[SamplingParams]) -> Iterator[tuple[Asked, Answer]]:
+        """Those that leave room for an answer, with it. params: by the number of the request."""
+        fitting = [each for each in asked if len(each[1]) + MIN_ANSWER <= self._context]
+        for group in self._groups(fitting):
+            answers = self._answers([prompt for _, prompt in group], [params[number] for number, _ in group])
+            yield from zip(group, answers, strict=True)
+
+    @abstractmethod
+    def _groups(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
+        """Those that are answered side by side."""
+
+    @abstractmethod
+    def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Sequence[Answer]:
+        """The tokens that follow each prompt, the one that ends it included, and the rows of the whole text."""
+
+
+class NativeAuthor(TurnAuthor):
     """Writes the answers as branches of one tree: a pass of several tokens takes little longer than one of one, and
     every answer has the tokens that it would have alone.
 
-    context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
-    are left out.  engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
+    engine: runs on the native backend; its n_ctx and n_batch are what a tree may hold, see `tree_rows`.
     taps: the rows that texts come with (Text.rows), those that NativeRecorder would record; None for texts without.
     """
 
     n_prompts = 16
 
     def __init__(self, engine: Engine, context: int, max_tokens: int, taps: Taps | None = None) -> None:
+        super().__init__(engine, context, max_tokens)
         if engine.backend != "native":
             raise InvalidArgument(
                 f"{engine.name} must run on the native engine to be asked: it runs on {engine.backend}"
             )
         self._session = cast(BranchingSession, engine.session)
-        self._engine = engine
-        self._context = context
-        self._max_tokens = max_tokens
         self._taps = taps
-
-    def write(self, requests: Sequence[Request]) -> list[Text]:
-        """See Author.write. A text for each turn of a request, with all that went before it."""
-        messages: list[list[dict[str, str]]] = [[] for _ in requests]
-        texts: list[list[Text]] = [[] for _ in requests]
-        for turn in range(max((len(request.prompt.turns) for request in requests), default=0)):
-            asked: list[Asked] = []
-            for number, request in enumerate(requests):
-                if len(texts[number]) == turn < len(request.prompt.turns):  # no turn before was left out
-                    messages[number].append({"role": "user", "content": request.prompt.turns[turn]})
-                    prompt = encode(self._engine, messages[number])
-                    if len(prompt) + MIN_ANSWER <= self._context:
-                        asked.append((number, prompt))
-            for group in self._groups(asked):
-                answers = self._answers(
-                    [prompt for _, prompt in group], [requests[number].params for number, _ in group]
-                )
-                for (number, prompt), (answer, rows) in zip(group, answers, strict=True):
-                    tokens = np.array(prompt + answer, dtype=np.int32)
-                    texts[number].append(Text(tokens, len(prompt), requests[number].params.is_greedy, rows))
-                    content = self._engine.output_format.answer(prompt, answer)
-                    messages[number].append({"role": "assistant", "content": content})
-        return [text for each in texts for text in each]
 
     def _groups(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Those that fit into one tree, however long their answers are."""
@@ -82,7 +111,7 @@ class NativeAuthor:
             yield group
 
     def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """The tokens that follow each prompt, the one that ends it included, and the rows of the whole text."""
+        """See TurnAuthor."""
         n_shared = min(common_length(prompts[0], prompt[:-1]) for prompt in prompts)
         shared = self._commit(prompts[0][:n_shared])
         texts, last, n_rows = [list(prompt) for prompt in prompts], [-1] * len(prompts), 0  # last: row of each text

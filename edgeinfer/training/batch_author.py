@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from edgeinfer.engine import Engine
+from edgeinfer.errors import InvalidArgument
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.training.author import MIN_ANSWER, encode
-from edgeinfer.training.corpus import Request, Text
+from edgeinfer.training.author import Answer, Asked, TurnAuthor
 from edgeinfer.training.features import Halves, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 from edgeinfer.types import TokenIds
 
+MOST_K = 256  # most likely tokens that are drawn from, where there is no top_k
 SHORT = 256  # tokens: longer prompts are answered apart, as every text of a batch is attended to up to the longest
 READ_AT_ONCE = 32  # prompts
 LOOKED_EVERY = 8  # tokens; to look whether texts have ended, a GPU must be waited for
@@ -25,71 +26,152 @@ WHEN_HALF = 0.5  # share of the texts still being written at which the others ar
 
 @dataclass
 class _Drawing:
-    """How the tokens of each text are sampled: (n, 1) each; temperature 0 takes the most likely one."""
+    """How the tokens of each text are sampled: (n, 1) each; temperature 0 takes the most likely one.
+
+    recent: (n, k) the last tokens of each text, which the repeat penalty makes less likely; k may be 0.
+    """
 
     temperature: torch.Tensor
-    params: SamplingParams
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    repeat_penalty: torch.Tensor
+    recent: torch.Tensor
     generator: torch.Generator
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        n_vocab: int,
+        n_ctx: int,
+        device: torch.device,
+    ) -> _Drawing:
+        """Of texts of up to n_ctx tokens that begin with these prompts.
+
+        Raises InvalidArgument for parameters that are not known here.
+        """
+        for each in params:
+            _check_known(each)
+
+        def column(values: Iterable[float]) -> torch.Tensor:
+            return torch.tensor(list(values), device=device)[:, None]
+
+        widths = {_n_recent(each, n_ctx) for each in params if each.has_penalties} or {0}
+        if len(widths) > 1:
+            raise InvalidArgument(f"texts side by side must have one penalty_last_n: found {sorted(widths)}")
+        width = widths.pop()
+        # What stands for tokens before a text is its first one, which is recent as long as these are.
+        recent = [([prompt[0]] * width + prompt)[len(prompt) :] for prompt in prompts]
+        return cls(
+            column(0.0 if each.is_greedy else each.temperature for each in params),
+            column(each.top_k or n_vocab for each in params),
+            column(each.top_p for each in params),
+            column(each.min_p for each in params),
+            column(each.repeat_penalty if each.has_penalties else 1.0 for each in params),
+            torch.tensor(recent, dtype=torch.int64, device=device).view(len(prompts), width),
+            torch.Generator(device).manual_seed((params[0].seed or 0) & (2**63 - 1)),
+        )
 
     def keep(self, rows: torch.Tensor) -> None:
         """Drop all texts but these."""
-        self.temperature = self.temperature[rows]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                setattr(self, field.name, value[rows])
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """(n,) tokens of logits (n, n_vocab): top_k, top_p, min_p, temperature and draw, as edgeinfer.sampling."""
-        best, ids = logits.topk(min(self.params.top_k, logits.shape[-1]), dim=-1)
+        """(n,) tokens of logits (n, n_vocab): repeat penalty, top_k, top_p, min_p, temperature and draw, as
+        edgeinfer.sampling."""
+        if self.recent.shape[1]:
+            found = logits.gather(1, self.recent)
+            less = torch.where(found > 0.0, found / self.repeat_penalty, found * self.repeat_penalty)
+            logits = logits.scatter(1, self.recent, less)
+        best, ids = logits.topk(min(MOST_K, logits.shape[-1]), dim=-1)
+        rank = torch.arange(best.shape[1], device=best.device)
+        best = best.masked_fill(rank >= self.top_k, -torch.inf)
         probabilities = best.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
-        kept = (before < self.params.top_p) & (probabilities >= self.params.min_p * probabilities[:, :1])
+        kept = (before < self.top_p) & (probabilities >= self.min_p * probabilities[:, :1])
         noise = torch.rand(best.shape, generator=self.generator, device=best.device)
         gumbel = -(-noise.clamp(1e-20, 1.0 - 1e-7).log()).log()
         scores = (best / self.temperature.clamp(min=1e-6) + gumbel).masked_fill(~kept, -torch.inf)
         drawn = ids.gather(1, scores.argmax(dim=-1, keepdim=True))
-        return torch.where(self.temperature > 0.0, drawn, ids[:, :1]).squeeze(1)
+        tokens = torch.where(self.temperature > 0.0, drawn, ids[:, :1])
+        if self.recent.shape[1]:
+            self.recent = torch.cat([self.recent[:, 1:], tokens], dim=1)
+        return tokens.squeeze(1)
 
 
-class BatchAuthor:
-    """Answers the first turns of prompts side by side. Noise comes from the first prompt's seed, one stream per batch.
+def _n_recent(params: SamplingParams, n_ctx: int) -> int:
+    """Tokens of a text that its penalty looks at."""
+    return n_ctx if params.penalty_last_n < 0 else min(params.penalty_last_n, n_ctx)
 
-    n_prompts: answered at once.  context, max_tokens: as for NativeAuthor.
+
+def _check_known(params: SamplingParams) -> None:
+    """Raises InvalidArgument for parameters that texts side by side are not sampled by."""
+    unknown = {
+        "frequency_penalty": params.has_penalties and params.frequency_penalty != 0.0,
+        "presence_penalty": params.has_penalties and params.presence_penalty != 0.0,
+        "dry_multiplier": params.has_dry,
+        "logit_bias": bool(params.logit_bias),
+    }
+    for name in (name for name, is_set in unknown.items() if is_set):
+        raise InvalidArgument(
+            f"torch samples by temperature, top_k, top_p, min_p and repeat_penalty: found {name} = "
+            f"{getattr(params, name)!r:.80}; name --author native, or --chat-share 0 where the model's file wants it"
+        )
+
+
+class BatchAuthor(TurnAuthor):
+    """Answers prompts side by side. Noise comes from the first prompt's seed, one stream per batch.
+
+    n_prompts: answered at once, while their caches take at most cache_bytes.  context, max_tokens: as for TurnAuthor.
     """
 
-    def __init__(self, target: TorchTarget, engine: Engine, context: int, max_tokens: int, n_prompts: int) -> None:
+    def __init__(
+        self,
+        target: TorchTarget,
+        engine: Engine,
+        context: int,
+        max_tokens: int,
+        n_prompts: int,
+        cache_bytes: int = 4 << 30,
+    ) -> None:
+        super().__init__(engine, context, max_tokens)
         self.n_prompts = n_prompts
         self._target = target
-        self._engine = engine
-        self._context = context
-        self._max_tokens = max_tokens
+        self._cache_bytes = cache_bytes
 
-    def write(self, requests: Sequence[Request]) -> list[Text]:
-        """See Author.write."""
-        prompts = [(request, self._prompt(request)) for request in requests]
-        fitting = [pair for pair in prompts if len(pair[1]) + MIN_ANSWER <= self._context]
-        fitting.sort(key=lambda pair: len(pair[1]))  # so that little is padded where some are read at a time
-        n_short = sum(len(prompt) <= SHORT for _, prompt in fitting)
-        return [*self._texts(fitting[:n_short]), *self._texts(fitting[n_short:])]
+    def _groups(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
+        """See TurnAuthor: sorted, so that little is padded where some are read at a time."""
+        group: list[Asked] = []
+        for each in sorted(asked, key=lambda each: len(each[1])):
+            n_bytes = (len(group) + 1) * KVCache.bytes_of(self._target.spec, self._n_ctx(len(each[1])))
+            if group and (n_bytes > self._cache_bytes or len(group[0][1]) <= SHORT < len(each[1])):
+                yield group
+                group = []
+            group.append(each)
+        if group:
+            yield group
 
-    def _texts(self, prompts: Sequence[tuple[Request, list[int]]]) -> list[Text]:
-        """The prompts with their answers."""
-        if not prompts:
-            return []
-        answers = self.answers([prompt for _, prompt in prompts], [request.params for request, _ in prompts])
-        return [
-            Text(np.array(prompt + answer, dtype=np.int32), len(prompt), request.params.is_greedy)
-            for (request, prompt), answer in zip(prompts, answers, strict=True)
-        ]
+    def _n_ctx(self, longest: int) -> int:
+        """Tokens that texts whose prompts have at most this many can have."""
+        return min(self._context, longest + self._max_tokens)
+
+    def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+        """See TurnAuthor."""
+        return [(answer, None) for answer in self.answers(prompts, params)]
 
     @torch.inference_mode()
     def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
         """The tokens that follow each prompt, the one that ends it included."""
         device, stop_ids = self._target.device, self._stop_ids()
-        drawing = _Drawing(
-            torch.tensor([[0.0 if each.is_greedy else each.temperature] for each in params], device=device),
-            params[0],
-            torch.Generator(device).manual_seed((params[0].seed or 0) & (2**63 - 1)),
-        )
         longest = max(map(len, prompts))
-        n_ctx = min(self._context, longest + self._max_tokens)
+        n_ctx = self._n_ctx(longest)
+        n_vocab = self._engine.tokenizer.n_vocab
+        drawing = _Drawing.of(prompts, params, n_vocab, n_ctx, device)
         cache = KVCache.empty(self._target.spec, len(prompts), n_ctx, device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
         features = self._read(prompts, lengths, cache)
@@ -97,7 +179,7 @@ class BatchAuthor:
         written = torch.full((len(prompts), self._max_tokens), -1, dtype=torch.int64, device=device)
         active = torch.ones(len(prompts), dtype=torch.bool, device=device)
         for step in range(self._max_tokens):
-            tokens = drawing(self._target.logits(features)[:, : self._engine.tokenizer.n_vocab])
+            tokens = drawing(self._target.logits(features)[:, :n_vocab])
             written[texts, step] = torch.where(active, tokens, -1)
             active = active & ~torch.isin(tokens, stop_ids) & (lengths + 1 < n_ctx)
             n_active = int(active.sum()) if step % LOOKED_EVERY == 0 else len(texts)
@@ -127,9 +209,6 @@ class BatchAuthor:
         """Features (n, n_embd) of one more token for each text; n_seen: positions up to the last of them."""
         mask = torch.arange(n_seen, device=tokens.device) <= positions[:, None]
         return self._target.features(tokens[:, None], positions[:, None], mask[:, None, None], cache)[:, 0]
-
-    def _prompt(self, request: Request) -> list[int]:
-        return encode(self._engine, [{"role": "user", "content": request.prompt.turns[0]}])
 
     def _stop_ids(self) -> torch.Tensor:
         return torch.tensor(sorted(self._engine.tokenizer.stop_ids), dtype=torch.int64, device=self._target.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from zipfile import BadZipFile
@@ -70,18 +70,24 @@ class Author(Protocol):
         """The answers, one for each turn of each prompt that fits into the context."""
         ...
 
+    def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
+        """The tokens that follow each prompt, the one that ends them included; none where there is no room."""
+        ...
+
 
 @dataclass(frozen=True)
 class Mix:
     """How answers are sampled: a share of them greedily, the others at a temperature, with a seed.
 
-    n_answers: per prompt; all but the first are sampled.
+    n_answers: per prompt; all but the first are sampled.  chat: how a share of the sampled ones is sampled instead.
     """
 
     seed: int
     greedy_share: float
     temperature: float
     n_answers: int = 1
+    chat: SamplingParams | None = None
+    chat_share: float = 0.0
 
     def requests(self, prompts: Sequence[Prompt]) -> list[Request]:
         """Every prompt once, then every prompt for the second time, and so on."""
@@ -92,6 +98,8 @@ class Mix:
         if number == 0 and prompt.share("greedy", self.seed) < self.greedy_share:
             return Request(prompt, SamplingParams(temperature=0.0, seed=0))
         noise = prompt.number(f"noise {number}" if number else "noise", self.seed)
+        if self.chat is not None and prompt.share(f"chat {number}", self.seed) < self.chat_share:
+            return Request(prompt, replace(self.chat, seed=noise))
         return Request(prompt, SamplingParams(temperature=self.temperature, seed=noise))
 
 

@@ -48,12 +48,13 @@ from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
 from edgeinfer.training.optimizer import OptimizerName
+from edgeinfer.training.own_prompts import own_prompts
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.quality import DEPTHS, judged
 from edgeinfer.training.replay import Replay
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
-from edgeinfer.training.target import KVCache, TorchTarget
+from edgeinfer.training.target import TorchTarget
 from edgeinfer.training.tasks import Written, task_prompts
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
@@ -104,6 +105,8 @@ class Settings:
     disk_bytes: int = 20 << 30
     n_threads: int | None = None
     texts_of: tuple[Path, ...] = ()
+    own_prompts: int = 0
+    chat_share: float = 0.5
 
     def facts(self) -> dict[str, Any]:
         """They as JSON, without where files lie."""
@@ -173,17 +176,17 @@ class _Distillation:
         self._recorder: Recorder = NativeRecorder(run.session, self._taps)
         self._n_bytes_kept = 0  # of rows that came with texts
         if use_torch:
-            self._author = BatchAuthor(self._target, run, settings.context, settings.max_tokens, self._n_side_by_side())
+            self._author = self._batch_author()
         if on_gpu:
-            self._recorder = TorchRecorder(self._target, n_texts=32, taps=self._taps)
+            self._recorder = TorchRecorder(self._target, n_texts=128, taps=self._taps)
 
-    def _n_side_by_side(self) -> int:
-        """How many texts torch writes at once: a power of two whose caches take half of a GPU's free memory at most."""
-        if self._workers.device.type != "cuda":
-            return 32
-        free = torch.cuda.mem_get_info(self._workers.device)[0]
-        fitting = free // 2 // KVCache.bytes_of(self._spec, self._settings.context)
-        return min(2048, 1 << max(1, fitting).bit_length() - 1)
+    def _batch_author(self) -> BatchAuthor:
+        """Torch's author; on a GPU its caches take half of the free memory at most."""
+        device, settings = self._workers.device, self._settings
+        limits = {"n_prompts": 32}
+        if device.type == "cuda":
+            limits = {"n_prompts": 4096, "cache_bytes": torch.cuda.mem_get_info(device)[0] // 2}
+        return BatchAuthor(self._target, self._engine, settings.context, settings.max_tokens, **limits)
 
     def run(self, prompts: Path, held: Path | None, report: Report) -> dict[str, Any]:
         """All stages; gives the report."""
@@ -248,7 +251,10 @@ class _Distillation:
             "prompts_of_a_shard": self._author.n_prompts,
             **{
                 name: getattr(settings, name)
-                for name in ("max_tokens", "context", "answers", "greedy_share", "temperature", "seed")
+                for name in (
+                    *("max_tokens", "context", "answers", "greedy_share", "temperature", "chat_share", "own_prompts"),
+                    "seed",
+                )
             },
         }
         if self._workers.rank == 0:
@@ -258,9 +264,12 @@ class _Distillation:
             turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])
             tokens = [encode(self._engine, [{"role": "user", "content": turn}]) for turn in turns]
             self._check([np.array(each, dtype=np.int32) for each in tokens])
+        if settings.own_prompts:
+            questions = shuffled([*questions, *self._own_prompts(others, report)], seed)
         train, tasks, kept = self._corpora()
         greedy = Mix(seed, 1.0, settings.temperature)
-        mix = Mix(seed, settings.greedy_share, settings.temperature, settings.answers)
+        as_chat = self._engine.default_params, settings.chat_share
+        mix = Mix(seed, settings.greedy_share, settings.temperature, settings.answers, *as_chat)
         self._answer(kept, others, greedy, None, report)
         self._answer(train, questions, mix, settings.tokens, report)
         if settings.tasks:
@@ -269,6 +278,15 @@ class _Distillation:
             if self._workers.rank == 0:
                 check_settings(self._work / "tasks.json", {"tasks": _digest(built)})
             self._answer(tasks, built, replace(mix, n_answers=1), None, report)
+
+    def _own_prompts(self, others: Sequence[Prompt], report: Report) -> list[Prompt]:
+        """What the target writes in place of a person, without what is held out; see own_prompts."""
+        path, settings = self._work / "own.jsonl", self._settings
+        if self._workers.rank == 0:
+            own_prompts(path, self._engine, self._author, settings.own_prompts, settings.seed, report)
+        self._workers.wait()
+        asked = set(others)
+        return [prompt for prompt in read_prompts(path) if prompt not in asked]
 
     def _answer(
         self, corpus: Corpus, prompts: Sequence[Prompt], mix: Mix, n_tokens: int | None, report: Report

@@ -158,10 +158,12 @@ class Features:
         return self._kept[sample.shard][sample.first : sample.first + len(sample.text.tokens)]
 
     def _record(self, texts: Sequence[TokenIds]) -> list[Halves]:
-        at_once, rows = self._recorder.n_texts, []
+        at_once, rows = self._recorder.n_texts, dict[int, Halves]()
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # side by side with what is as long
         for first in range(0, len(texts), at_once):
-            rows += self._recorder.record(texts[first : first + at_once])
-        return rows
+            part = by_length[first : first + at_once]
+            rows |= zip(part, self._recorder.record([texts[index] for index in part]), strict=True)
+        return [rows[index] for index in range(len(texts))]
 
     def _load(self, path: Path, shard: Path) -> Halves:
         wanted = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_rows

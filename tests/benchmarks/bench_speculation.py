@@ -2,7 +2,8 @@
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
         [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
-        [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE] [--nodes N]
+        [--repeat-penalty 1] [--default-chat] [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE]
+        [--nodes N]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender generates
 that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the draft
@@ -12,6 +13,9 @@ with the draft model and with its n-gram drafter, or with each --peer "FLAGS" (c
 --only names them: a single drafter ("ours suffix", "ours recycling", "ours model", "ours head"), and two for the
 comparison of texts: "ours random" with random trees, parts of which are right, and "ours malicious" with a drafter that
 breaks every rule.
+
+--default-chat: sampled as `edgeinfer chat` samples this model, penalties included, and asked without a system prompt of
+our own.
 
 The order changes with every prompt. Each prompt has its own seed, made of --seed and its id. Speed is that of all
 tokens after the first, weighted by time, by category; the time in which a draft model reads the prompts is reported
@@ -62,6 +66,7 @@ SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up
 PEERS = ("--spec-type ngram-simple", "--spec-type draft-simple")  # of llama-speculative-simple
 MISLED = ("ours random", "ours malicious")
+SAMPLING = {"temperature": "temp"} | {name: name for name in ("top_k", "top_p", "min_p", "repeat_penalty")}  # and flags
 PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
 
 
@@ -93,12 +98,8 @@ class Ours:
         self._engine = engine
         self._speculator = speculator
         self._n_tokens = arguments.tokens
-        self._params = SamplingParams(
-            temperature=arguments.temp,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            min_p=arguments.min_p,
-        )
+        sampled = {name: getattr(arguments, flag) for name, flag in SAMPLING.items()}
+        self._params = engine.default_params if arguments.default_chat else SamplingParams(**sampled)
         self.tokens: Sequence[int] = ()  # of the last answer
 
     def __call__(self, prompt: list[int], seed: int) -> Run:
@@ -267,16 +268,21 @@ def differing(runs: dict[str, Run]) -> list[str]:
 
 
 def measure(
-    engine: Engine, found: dict[str, Contender], asked: list[dict[str, Any]], seed: int, records: Records
+    engine: Engine,
+    found: dict[str, Contender],
+    asked: list[dict[str, Any]],
+    arguments: argparse.Namespace,
+    records: Records,
 ) -> tuple[Runs, dict[str, int]]:
     """What came of every prompt, those of earlier runs among them; and by contender the number of texts that differ."""
     timed = [name for name in found if name not in MISLED]
     last = [name for name in found if name in MISLED]  # one of which needs the answer
     for i, prompt in enumerate(asked):
         if prompt["id"] not in records.rows:
-            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt["turns"][0]}]
+            system = [] if arguments.default_chat else [{"role": "system", "content": SYSTEM}]
+            messages = [*system, {"role": "user", "content": prompt["turns"][0]}]
             tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
-            seed_of_prompt = seed + zlib.crc32(prompt["id"].encode())
+            seed_of_prompt = arguments.seed + zlib.crc32(prompt["id"].encode())
             runs = {}
             for name in [*timed[i % len(timed) :], *timed[: i % len(timed)], *last]:
                 time.sleep(PAUSE_SECONDS)
@@ -343,6 +349,8 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--min-p", type=float, default=0.05)
+    parser.add_argument("--repeat-penalty", type=float, default=1.0)
+    parser.add_argument("--default-chat", action="store_true", help="sample and ask as chat does for this model")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
@@ -354,6 +362,7 @@ def main() -> None:
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
     settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
     settings |= {"top_k": arguments.top_k, "top_p": arguments.top_p, "min_p": arguments.min_p, "seed": arguments.seed}
+    settings |= {"repeat_penalty": arguments.repeat_penalty, "default_chat": arguments.default_chat}
     settings |= {"nodes": arguments.nodes}
     records = Records(arguments.record, settings | {"only": arguments.only})
     with ExitStack() as opened:
@@ -371,7 +380,7 @@ def main() -> None:
         if whole is None:
             raise SystemExit("this engine drafts nothing")
         found = contenders(arguments, engine, whole, load)
-        runs, different = measure(engine, found, asked, arguments.seed, records)
+        runs, different = measure(engine, found, asked, arguments, records)
         figures = table(runs, list(found))
         show(figures)
         costs = dict(enumerate(whole.costs.milliseconds(256)))

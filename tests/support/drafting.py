@@ -32,7 +32,10 @@ class FixedCosts(CostModel):
     def __init__(self, seconds: Callable[[int], float] = lambda n: 10.0 + 0.01 * n) -> None:
         super().__init__(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
 
-    def observe(self, n: int, n_past: int, milliseconds: float) -> None:
+    def observe(self, n: int, n_past: int, milliseconds: float, is_disturbed: bool = False) -> None:
+        """Nothing is learnt."""
+
+    def correct(self, n: int, n_past: int, milliseconds: float) -> None:
         """Nothing is learnt."""
 
 

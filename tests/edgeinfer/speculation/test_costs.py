@@ -2,6 +2,9 @@
 
 import json
 import random
+import subprocess
+import sys
+import time
 
 import pytest
 from drafting import (
@@ -16,8 +19,16 @@ from drafting import (
 from tiny_models import write_tiny_model
 
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.calibration import cost_key, default_folder, load_curve, measure_costs, save_curve
+from edgeinfer.speculation.calibration import (
+    cached_costs,
+    cost_key,
+    default_folder,
+    load_curve,
+    measure_costs,
+    save_curve,
+)
 from edgeinfer.speculation.cost import CostCurve, CostModel
+from edgeinfer.speculation.other_work import MOST_SHARE, OtherWork
 from edgeinfer.speculation.tree import no_draft
 
 GREEDY = {"temperature": 0.0}
@@ -57,7 +68,7 @@ def test_no_pass_costs_more_than_a_longer_one_or_two_shorter_ones():
     costs.correct(2, 0, 12.0)
     costs.correct(2, 0, 500.0)
     assert not costs.is_doubtful
-    assert costs.milliseconds(0)[1:9] == pytest.approx([10, 12, 14, 14, 17.5, 21, 24.5, 28]), "longer ones, never seen"
+    assert costs.milliseconds(0)[1:9] == pytest.approx([10, 12, 13, 14, 14.7, 15.4, 16.1, 16.8])
 
 
 def test_a_disturbed_calibration_does_not_end_drafting(opened, plain, model):
@@ -69,7 +80,7 @@ def test_a_disturbed_calibration_does_not_end_drafting(opened, plain, model):
     completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)
     assert list(completion.tokens) == text[-200:]
     assert completion.timings.speculation.tokens_per_step > 1.2
-    assert not disturbed.is_doubtful
+    assert disturbed.milliseconds(0)[2] < 0.5 * 100.0  # of what it was taken for
 
 
 def test_doubtful_costs_are_measured_again_by_padded_passes(opened, plain, model):
@@ -113,7 +124,7 @@ class Doubtful(FixedCosts):
         super().__init__(lambda n: 0.05 * n)
         self.observed, self.corrected = [], []
 
-    def observe(self, n, n_past, milliseconds):
+    def observe(self, n, n_past, milliseconds, is_disturbed=False):
         self.observed.append(n)
 
     def correct(self, n, n_past, milliseconds):
@@ -127,6 +138,36 @@ def test_a_doubtful_calibration_is_not_written(opened, model, tmp_path, monkeypa
         monkeypatch.setattr("edgeinfer.speculation.open.measure_costs", lambda session, budget, curve=curve: curve)
         opened(model)
         assert len(list(tmp_path.glob("*.json"))) == n_files
+
+
+def test_a_calibration_while_others_worked_is_used_and_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("edgeinfer.speculation.calibration.default_folder", lambda: tmp_path)
+    monkeypatch.setattr("edgeinfer.speculation.calibration.MOST_SHARE", MOST_SHARE)
+    curve = CostCurve(0, {1: 0.010, 2: 0.012, 4: 0.015}, 0, {})
+    for cores, n_files in ((0.5, 0), (0.05, 1)):
+        monkeypatch.setattr("edgeinfer.speculation.calibration.OtherWork.cores", lambda self, cores=cores: cores)
+        costs = cached_costs("key", lambda: curve)
+        assert costs.milliseconds(0)[4] == pytest.approx(15.0)
+        for _ in range(200):
+            costs.observe(1, 0, 10.0)
+        costs.close()
+        assert len(list(tmp_path.glob("*.json"))) == n_files
+
+
+def test_work_of_other_processes_is_seen():
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            work = OtherWork()
+            time.sleep(1.0)
+            assert work.cores() > 0.3
+        finally:
+            other.kill()
+
+
+def test_own_work_is_not_that_of_others(monkeypatch):
+    clocks = iter([(0.0, 10.0, 1.0), (2.0, 13.0, 3.9)])
+    monkeypatch.setattr(OtherWork, "_clocks", lambda *self: next(clocks))
+    assert OtherWork().cores() == pytest.approx(0.04)
 
 
 def test_a_draft_model_has_a_cost_curve_of_its_own(opened, model, tmp_path, monkeypatch):
@@ -151,7 +192,7 @@ def test_the_corrected_curve_is_kept():
     costs.close()
     (curve,) = kept
     assert curve.near[1] == pytest.approx(0.010, rel=0.1) and curve.near[4] < 0.75 * measured.near[4]
-    assert list(CostModel(curve).milliseconds(0)) == pytest.approx(list(costs.milliseconds(0)), rel=0.03)
+    assert list(CostModel(curve).milliseconds(0)) == pytest.approx(list(costs.milliseconds(0)), rel=0.05)
 
 
 def test_the_next_engine_starts_with_the_corrected_curve(opened, model, draft_model, tmp_path, monkeypatch):
@@ -159,13 +200,14 @@ def test_the_next_engine_starts_with_the_corrected_curve(opened, model, draft_mo
     engine = opened(model, draft=str(draft_model))
     (drafter,) = (one for one in engine.speculator.drafters if one.name == "model")
     for costs in (engine.speculator.costs, drafter._costs):
-        for _ in range(200):
-            costs.observe(1, 0, 50.0)
+        for milliseconds in (0.001, 50.0):  # the machine is faster than was measured, and then it is busy
+            for _ in range(200):
+                costs.observe(1, 0, milliseconds)
     engine.close()
     again = opened(model, draft=str(draft_model))
     (drafter,) = (one for one in again.speculator.drafters if one.name == "model")
-    assert again.speculator.costs.milliseconds(0)[1] == pytest.approx(50.0, rel=0.1)
-    assert drafter._costs.milliseconds(0)[1] == pytest.approx(50.0, rel=0.1)
+    assert again.speculator.costs.milliseconds(0)[1] == pytest.approx(0.001, rel=0.1)
+    assert drafter._costs.milliseconds(0)[1] == pytest.approx(0.001, rel=0.1)
 
 
 def test_a_slower_machine_shifts_the_curve_and_an_outlier_does_not():

@@ -88,7 +88,7 @@ class Waiting:
 class SlowExperts(ExpertCostModel):
     """Costs that stay, and waits that are learnt."""
 
-    def observe(self, n: int, n_past: int, milliseconds: float) -> None:
+    def observe(self, n: int, n_past: int, milliseconds: float, is_disturbed: bool = False) -> None:
         super().observe(n, n_past, self.milliseconds(n_past)[n] - self._expected_wait(n) + 10.0)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.corpus import Corpus, Mix, Request, Text, check_settings, draft_vocabulary
 from edgeinfer.training.features import Features, Halves, as_halves, rows_path, save_rows
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
@@ -27,6 +28,9 @@ class Writer:
     def write(self, requests: Sequence[Request]) -> list[Text]:
         self.asked += requests
         return [self._answer(request) for request in requests]
+
+    def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
+        raise AssertionError("only prompts are answered")
 
     def _answer(self, request: Request) -> Text:
         n = int(request.prompt.turns[0].split()[1])

@@ -221,11 +221,12 @@ def test_a_run_that_was_interrupted_and_goes_on_ends_with_the_same_weights(
 
 
 def test_torch_writes_the_texts_where_it_is_asked_to(given: Path, tmp_path: Path) -> None:
-    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0"]
+    options = ["--work", tmp_path / "work", "--blocks", "0", "--type", "f16", "--disk", "0", "--own-prompts", "3"]
     options += ["--taps", "none", "--optimizer", "adamw"]
     result = run(given, tmp_path / "h.gguf", *options, "--author", "torch", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
+    assert len((tmp_path / "work" / "own.jsonl").read_text().splitlines()) == report["settings"]["own_prompts"] == 3
     assert report["match_by_depth"][0] > 0.2 and report["torch_against_native"]["same_token"] > 0.9
     assert not list((tmp_path / "work").glob("*.features.npy"))
     with ModelFile.open(tmp_path / "h.gguf") as head:

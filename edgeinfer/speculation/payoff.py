@@ -1,0 +1,101 @@
+"""Whether drafting pays, measured as a whole: the speed with drafts beside that without, under the same load.
+
+Expected gains can be wrong in many ways: costs, acceptance, what drafters take. The time of whole steps cannot. Steps
+without a draft tell what plain decoding takes; where there are none, one is made now and then. While drafts do not pay,
+drafting rests, longer each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ENOUGH = 2.5  # plain steps, decayed
+_DECAY = 0.98  # of what was measured, with each step
+_PROBE_EVERY, _FIRST_PROBES = 48, 4  # tokens without a plain step before one is made; while there were few of these
+# Steps with drafts in a row before they are judged, at all and as usual; by how many standard errors.
+_LEAST_STEPS, _TRIAL = 6, 20
+_VERY_SURE, _SURE = 3.0, 1.0
+_REST, _LONGEST_REST = 32, 512  # tokens without drafts: the first time, and at most
+
+
+@dataclass(slots=True)
+class _Mean:
+    """A decayed mean of seconds a token, and how sure it is."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0  # of the deviation of each step
+    steps: float = 0.0
+
+    def add(self, n_tokens: int, seconds: float) -> None:
+        deviation = seconds - n_tokens * self.value if self.steps >= 2.0 else 0.0
+        self.tokens = _DECAY * self.tokens + n_tokens
+        self.seconds = _DECAY * self.seconds + seconds
+        self.squares = _DECAY * self.squares + deviation * deviation
+        self.steps = _DECAY * self.steps + 1.0
+
+    @property
+    def value(self) -> float:
+        return self.seconds / self.tokens if self.tokens else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the value."""
+        return self.squares**0.5 / self.tokens if self.tokens else 0.0
+
+
+class Payoff:
+    """Measures steps with and without drafts, and says which step is to be made without."""
+
+    def __init__(self) -> None:
+        self._plain, self._drafted = _Mean(), _Mean()
+        self._since_plain = 0  # tokens
+        self._left_to_rest = 0  # tokens
+        self._rest = _REST
+        self._n_steps = 0  # with drafts since the last rest
+
+    @property
+    def plain_seconds(self) -> float | None:
+        """Seconds that a token takes without drafts, None where no such step was measured yet."""
+        return self._plain.value if self._plain.steps else None
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether drafting rests, as it does not pay."""
+        return self._left_to_rest > 0
+
+    @property
+    def wants_plain_step(self) -> bool:
+        """Whether the next step is to be made without drafts, and without asking for any."""
+        every = _PROBE_EVERY if self._plain.steps >= _ENOUGH else _FIRST_PROBES
+        return self.is_resting or self._since_plain >= every
+
+    def start_request(self, seconds: float) -> None:
+        """Another text begins, which may suit drafts better. seconds: that drafters took for the prompt."""
+        self._drafted.seconds += seconds
+        self._rest = max(_REST, self._rest // 2)
+        self._left_to_rest = min(self._left_to_rest, self._rest)
+
+    def count_plain(self, seconds: float) -> None:
+        """A step of one token, without what drafters took."""
+        self._plain.add(1, seconds)
+        self._since_plain = 0
+
+    def count(self, n_tokens: int, seconds: float, asked: bool) -> None:
+        """A step gave n_tokens. seconds: with all that drafters took.  asked: they were asked for drafts."""
+        self._since_plain += n_tokens
+        if not asked:
+            self._left_to_rest = max(0, self._left_to_rest - n_tokens)
+            return
+        self._drafted.add(n_tokens, seconds)
+        self._n_steps += 1
+        if self._n_steps < _LEAST_STEPS or self._plain.steps < _ENOUGH:
+            return
+        sure = _SURE if self._n_steps >= _TRIAL else _VERY_SURE
+        error = (self._plain.error**2 + self._drafted.error**2) ** 0.5
+        if self._drafted.value > self._plain.value + sure * error:
+            self._left_to_rest, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)
+            self._n_steps = 0
+            self._drafted = _Mean()  # what comes may be another kind of text
+        elif self._drafted.value < self._plain.value:
+            self._rest = _REST
