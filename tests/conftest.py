@@ -12,6 +12,7 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
+import kept_bytecode  # noqa: F401
 import numpy as np
 import pytest
 from parts import missing, required
