@@ -14,6 +14,7 @@ from edgeinfer.backends.checks import common_length
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of
+from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.training.corpus import AnswerRequest, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
@@ -99,6 +100,7 @@ class NativeAuthor(TurnAuthor):
         self._session = cast(BranchingSession, engine.session)
         self._taps = taps
 
+    @override
     def _groups(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
         """Those that fit into one tree, however long their answers are."""
         group: list[Asked] = []
@@ -110,8 +112,8 @@ class NativeAuthor(TurnAuthor):
         if group:
             yield group
 
+    @override
     def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """See TurnAuthor."""
         n_shared = min(common_length(prompts[0], prompt[:-1]) for prompt in prompts)
         shared = self._commit(prompts[0][:n_shared])
         texts, last, n_rows = [list(prompt) for prompt in prompts], [-1] * len(prompts), 0  # last: row of each text

@@ -145,8 +145,9 @@ class BatchAuthor(TurnAuthor):
         self._target = target
         self._cache_bytes = cache_bytes
 
+    @override
     def _groups(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
-        """See TurnAuthor: sorted, so that little is padded where some are read at a time."""
+        """Sorted by length, so that little is padded where some are read at a time."""
         group: list[Asked] = []
         for each in sorted(asked, key=lambda each: len(each[1])):
             n_bytes = (len(group) + 1) * KVCache.bytes_of(self._target.spec, self._n_ctx(len(each[1])))
@@ -161,8 +162,8 @@ class BatchAuthor(TurnAuthor):
         """Tokens that texts whose prompts have at most this many can have."""
         return min(self._context, longest + self._max_tokens)
 
+    @override
     def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Answer]:
-        """See TurnAuthor."""
         return [(answer, None) for answer in self.answers(prompts, params)]
 
     @torch.inference_mode()
