@@ -9,10 +9,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.backends.reference import ReferenceMixer
 from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations
 from edgeinfer.models import Attention, TensorRef
-from edgeinfer.overriding import override
 from edgeinfer.settings import CacheType
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 _CACHE_DTYPES: dict[CacheType, type[np.floating]] = {"f16": np.float16, "q8_0": np.float32, "k6v4": np.float32}
 
 
-class ReferenceAttention(ReferenceMixer):
+class ReferenceAttention:
     """See ReferenceMixer. Its state is keys, after rope, and values: (n_ctx, n_kv_heads, numbers) each."""
 
     fields = (
@@ -30,15 +28,14 @@ class ReferenceAttention(ReferenceMixer):
         *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
     )
 
-    @override
     def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """See ReferenceMixer. k6v4 holds biases of keys apart, after each key."""
         dtype = np.dtype(_CACHE_DTYPES[cache_type])
         n_key = block.head_dim * (2 if _separate_bias(block, cache_type) is not None else 1)
         return [((n_ctx, block.n_kv_heads, n), dtype) for n in (n_key, block.head_dim)]
 
-    @override
     def run(self, block: Attention, decoder: ReferenceDecoder, x: Floats, at: LayerRows) -> Floats:
+        """See ReferenceMixer."""
         bias = _separate_bias(block, at.cache_type)
         h = decoder.norm(block.norm, x) if at.inputs is None else at.inputs
         q, k, v = _queries_keys_values(block, decoder, h, block.k_bias if bias is None else None)

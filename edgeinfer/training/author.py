@@ -16,7 +16,7 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams, sample
-from edgeinfer.training.corpus import AnswerRequest, TrainingText
+from edgeinfer.training.corpus import AnswerRequest, Author, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
 from edgeinfer.types import Logits, LogitsRows, Output
 
@@ -27,7 +27,7 @@ Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what
 Answer = tuple[list[int], Halves | None]  # its tokens, and the rows of the prompt and it
 
 
-class TurnAuthor(ABC):
+class TurnAuthor(ABC, Author):
     """Answers conversations turn by turn.
 
     context, max_tokens: of prompt and answer, and of an answer. Prompts that leave no room for an answer of 8 tokens
@@ -41,8 +41,9 @@ class TurnAuthor(ABC):
         self._context = context
         self._max_tokens = max_tokens
 
+    @override
     def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
-        """See Author.write. A text for each turn of a request, with all that went before it."""
+        """A text for each turn of a request, with all that went before it."""
         messages: list[list[dict[str, str]]] = [[] for _ in requests]
         texts: list[list[TrainingText]] = [[] for _ in requests]
         params = [request.params for request in requests]
@@ -60,8 +61,8 @@ class TurnAuthor(ABC):
                     messages[number].append({"role": "assistant", "content": content})
         return [text for each in texts for text in each]
 
+    @override
     def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """See Author.continued."""
         found = {number: answer for (number, _), (answer, _) in self._answered(list(enumerate(prompts)), params)}
         return [found.get(number, []) for number in range(len(prompts))]
 

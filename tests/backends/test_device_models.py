@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_sessions import KINDS, Kind, backend_of, difference, head_backend_of, some_tokens
+from draft_sessions import Kind, backend_of, difference, head_backend_of, some_tokens
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -16,13 +16,6 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    request.getfixturevalue("opencl_device" if found == "opencl" else "onnx_provider")  # skips where there is none
-    return found
 
 
 @pytest.fixture

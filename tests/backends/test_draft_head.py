@@ -7,7 +7,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from exactness import LEAVES, TREE, branch_to, same_bits
+from draft_sessions import check_branches_of_a_head
+from exactness import TREE, same_bits
 from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
 from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
@@ -243,28 +244,7 @@ def test_a_tree_grown_level_by_level_equals_its_branches_alone(heads: Heads, cut
     """Nodes of TREE are in the order of their rows, so that any first part of it is a tree."""
     tokens, features = heads.rows(20 + len(TREE))
     for head in (heads.native(), heads.reference()):
-        head.forward(tokens[:20], features[:20])
-        head.commit(range(20))
-        at, logits = 0, []
-        for size in cuts:
-            part = slice(20 + at, 20 + at + size)
-            parents = TREE[at : at + size]
-            logits.append(head.forward(tokens[part], features[part], parents, n_pending=at, logits="all").logits)
-            at += size
-        of_tree = np.concatenate(logits)
-        for leaf in LEAVES:
-            rows = np.array(branch_to(leaf, TREE))
-            alone = head.forward(tokens[20 + rows], features[20 + rows], logits="all").logits
-            assert same_bits(alone, of_tree[rows]), leaf
-        # What is committed of a tree is as if it had come alone.
-        rows = np.array(branch_to(7, TREE))
-        head.forward(tokens[20:], features[20:], TREE)
-        head.commit(rows)
-        behind = head.forward(tokens[:3], features[:3], logits="all").logits
-        head.truncate(20)
-        head.forward(tokens[20 + rows], features[20 + rows])
-        head.commit(range(len(rows)))
-        assert same_bits(head.forward(tokens[:3], features[:3], logits="all").logits, behind)
+        check_branches_of_a_head(head, tokens, features, cuts, same_bits)
 
 
 def test_truncation_takes_back_what_was_committed(heads: Heads) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_sessions import KINDS, Kind, Open, difference, opener, some_tokens
+from draft_sessions import Kind, Open, difference, opener, some_tokens
 from drafting import FixedCosts, cost_model
 from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill
 from interrupts import interrupted_every
@@ -24,13 +24,6 @@ from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
-
-
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> Kind:
-    found: Kind = request.param
-    request.getfixturevalue("opencl_device" if found == "opencl" else "onnx_provider")  # skips where there is none
-    return found
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from draft_sessions import KINDS, Kind, difference, head_backend_of, open_head
+from draft_sessions import KINDS, Kind, check_branches_of_a_head, difference, head_backend_of, open_head
 from drafting import FixedCosts, cost_model, tree_of_head
-from exactness import LEAVES, TREE, branch_to
+from exactness import TREE, branch_to
 from interrupts import interrupted_every
 from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
@@ -124,28 +124,7 @@ def test_a_head_takes_the_rows_that_its_file_leaves_out_from_its_target(
 @pytest.mark.parametrize("cuts", [[13], [1, 12], [1, 1, 3, 8]])
 def test_a_tree_grown_level_by_level_equals_its_branches_alone(heads: Heads, cuts: list[int]) -> None:
     tokens, features = rows(20 + len(TREE))
-    head = heads.open()
-    head.forward(tokens[:20], features[:20])
-    head.commit(range(20))
-    at, logits = 0, []
-    for size in cuts:
-        part = slice(20 + at, 20 + at + size)
-        out = head.forward(tokens[part], features[part], TREE[at : at + size], n_pending=at, logits="all")
-        logits.append(out.logits)
-        at += size
-    of_tree = np.concatenate(logits)
-    for leaf in LEAVES:
-        branch = np.array(branch_to(leaf, TREE))
-        alone = head.forward(tokens[20 + branch], features[20 + branch], logits="all").logits
-        assert difference(of_tree[branch], alone) < 1e-4, leaf
-    branch = np.array(branch_to(7, TREE))
-    head.forward(tokens[20:], features[20:], TREE)
-    head.commit(branch)
-    behind = head.forward(tokens[:3], features[:3], logits="all").logits
-    head.truncate(20)
-    head.forward(tokens[20 + branch], features[20 + branch])
-    head.commit(range(len(branch)))
-    assert difference(behind, head.forward(tokens[:3], features[:3], logits="all").logits) < 1e-4
+    check_branches_of_a_head(heads.open(), tokens, features, cuts, lambda a, b: difference(a, b) < 1e-4)
 
 
 def test_logits_come_for_the_rows_asked_for_however_a_chain_is_cut(heads: Heads) -> None:

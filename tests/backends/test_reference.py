@@ -13,6 +13,7 @@ from interrupts import interrupted_every
 from numpy.testing import assert_allclose, assert_array_equal
 from numpy.typing import ArrayLike, NDArray
 from peer import clear_choices, llama_cpp_logits
+from refusals import check_refuses
 from tiny_models import ARCHITECTURES, TENSOR_TYPES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
 from edgeinfer.backends.query_scales import QueryScales
@@ -32,7 +33,7 @@ from edgeinfer.backends.reference_math import (
     silu,
     soft_cap,
 )
-from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, InvalidArgument, ShapeError, UnsupportedModel
+from edgeinfer.errors import ContextOverflow, Interrupted, InvalidArgument, ShapeError, UnsupportedModel
 from edgeinfer.models import Attention, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_ffn, each_mixer
@@ -277,16 +278,21 @@ def test_a_tree_gives_the_logits_of_each_branch_alone_in_every_architecture(shor
     assert_branches_equal_chains(open_session(short), n_past)
 
 
-@pytest.mark.parametrize("path", [[0, 3, 4], [0, 5], [6]])
-def test_a_committed_branch_is_as_if_it_had_been_read_alone_in_every_architecture(short: Path, path: list[int]) -> None:
-    session, fresh = open_session(short), open_session(short)
+def assert_a_branch_is_as_if_alone(session: ReferenceSession, fresh: ReferenceSession, path: list[int]) -> None:
+    """Committed of a tree in the one session, and read in the other."""
     session.forward(TEXT)
     session.commit(range(11))
     session.forward(TREE, PARENTS)
     session.commit(path)
     fresh.forward(np.concatenate([TEXT, TREE[path]]))
     fresh.commit(range(11 + len(path)))
+    assert session.n_past == fresh.n_past == 11 + len(path)
     assert_array_equal(logits_of(session, [1, 2, 3]), logits_of(fresh, [1, 2, 3]))
+
+
+@pytest.mark.parametrize("path", [[0, 3, 4], [0, 5], [6]])
+def test_a_committed_branch_is_as_if_it_had_been_read_alone_in_every_architecture(short: Path, path: list[int]) -> None:
+    assert_a_branch_is_as_if_alone(open_session(short), open_session(short), path)
 
 
 def one_layer_with_a_window(folder: Path, window: int) -> ReferenceSession:
@@ -349,15 +355,7 @@ def test_queries_grow_by_the_logarithm_of_their_run_of_positions(tmp_path: Path)
 def test_a_committed_branch_leaves_the_state_of_a_session_that_read_just_that(
     tiny_llama: Path, path: list[int]
 ) -> None:
-    session, fresh = open_session(tiny_llama), open_session(tiny_llama)
-    session.forward(TEXT)
-    session.commit(range(11))
-    session.forward(TREE, PARENTS)
-    session.commit(path)
-    fresh.forward(np.concatenate([TEXT, TREE[path]]))
-    fresh.commit(range(11 + len(path)))
-    assert session.n_past == fresh.n_past == 11 + len(path)
-    assert_array_equal(logits_of(session, [1, 2, 3]), logits_of(fresh, [1, 2, 3]))
+    assert_a_branch_is_as_if_alone(open_session(tiny_llama), open_session(tiny_llama), path)
 
 
 def test_a_forward_pass_commits_nothing(session: ReferenceSession) -> None:
@@ -580,16 +578,7 @@ def test_a_closed_session_refuses_every_call(session: ReferenceSession) -> None:
     session.close()
     session.close()
     session.interrupt()
-    calls = [
-        lambda: session.forward(TEXT),
-        lambda: session.commit([]),
-        lambda: session.truncate(0),
-        lambda: session.n_past,
-        session.memory,
-    ]
-    for call in calls:
-        with pytest.raises(EdgeInferError, match="closed"):
-            call()
+    check_refuses(session)
 
 
 # ---- against llama.cpp -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
+from exactness import LEAVES, TREE, branch_to
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Backend, HeadSession, Session
@@ -20,6 +21,7 @@ from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
 KINDS: tuple[Kind, ...] = ("opencl", "onnx contrib", "onnx plain")
+Compare: TypeAlias = Callable[[NDArray[np.float32], NDArray[np.float32]], bool]
 Open: TypeAlias = Callable[..., Any]  # (n_batch=) to a session with the attributes of its backend
 
 
@@ -78,6 +80,33 @@ def opener(path: Path, kind: Kind, n_ctx: int = 256) -> Open:
 
 def some_tokens(rng: np.random.Generator, n: int) -> NDArray[np.int32]:
     return rng.integers(0, 259, n).astype(np.int32)
+
+
+def check_branches_of_a_head(
+    head: HeadSession, tokens: NDArray[np.int32], features: NDArray[np.float32], cuts: Sequence[int], is_same: Compare
+) -> None:
+    """A tree after 20 rows that grows by `cuts` has the logits of its branches alone, and so has what is committed."""
+    head.forward(tokens[:20], features[:20])
+    head.commit(range(20))
+    at, logits = 0, []
+    for size in cuts:
+        part = slice(20 + at, 20 + at + size)
+        out = head.forward(tokens[part], features[part], TREE[at : at + size], n_pending=at, logits="all")
+        logits.append(out.logits)
+        at += size
+    of_tree = np.concatenate(logits)
+    for leaf in LEAVES:
+        branch = np.array(branch_to(leaf, TREE))
+        alone = head.forward(tokens[20 + branch], features[20 + branch], logits="all").logits
+        assert is_same(alone, of_tree[branch]), leaf
+    branch = np.array(branch_to(7, TREE))
+    head.forward(tokens[20:], features[20:], TREE)
+    head.commit(branch)
+    after = head.forward(tokens[:3], features[:3], logits="all").logits
+    head.truncate(20)
+    head.forward(tokens[20 + branch], features[20 + branch])
+    head.commit(range(len(branch)))
+    assert is_same(head.forward(tokens[:3], features[:3], logits="all").logits, after)
 
 
 def difference(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

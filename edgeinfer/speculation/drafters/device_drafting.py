@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from edgeinfer.backends.base import DraftingHead, DraftingSession
+from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import AcceptanceModel
 
@@ -54,3 +54,14 @@ class DeviceDrafting(Generic[_Session]):
         while len(longer) < len(path_probabilities) + n and acceptance.should_extend(longer):
             longer.append((longer[-1] if longer else 1.0) * self._accepted / self._all)
         return len(longer) - len(path_probabilities)
+
+
+def close_drafter(
+    session: Session | HeadSession, costs: CostModel, device_drafting: DeviceDrafting[Any] | None
+) -> None:
+    """Free what a drafter drafts with, the session and its model, and keep the corrected cost curves."""
+    costs.close()
+    if device_drafting is not None:
+        device_drafting.costs.close()
+    session.close()
+    session.model.close()

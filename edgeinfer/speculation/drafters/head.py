@@ -21,7 +21,7 @@ from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
-from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
+from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Features, Logits, Nodes, Output
@@ -154,11 +154,7 @@ class HeadDrafter(CostlyDrafter):
     @override
     def close(self) -> None:
         """Free the head, and keep its corrected cost curve."""
-        self._costs.close()
-        if self._device_drafting is not None:
-            self._device_drafting.costs.close()
-        self.session.close()
-        self.session.model.close()
+        close_drafter(self.session, self._costs, self._device_drafting)
 
     # ---- The text ----------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from edgeinfer.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter, MultiLevelDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
-from edgeinfer.speculation.drafters.device_drafting import MAX_CALL_MS, DeviceDrafting
+from edgeinfer.speculation.drafters.device_drafting import MAX_CALL_MS, DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.types import Logits
@@ -151,11 +151,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
     @override
     def close(self) -> None:
         """Free the draft model, and keep its corrected cost curve."""
-        self._costs.close()
-        if self._device_drafting is not None:
-            self._device_drafting.costs.close()
-        self.session.close()
-        self.session.model.close()
+        close_drafter(self.session, self._costs, self._device_drafting)
 
     # ---- Levels ------------------------------------------------------------------------------------------------------
 

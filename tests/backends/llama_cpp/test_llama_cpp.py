@@ -27,6 +27,7 @@ from exactness import LEAVES, TREE, branch_to, decode_one_by_one, prefill, same_
 from interrupts import interrupted_every
 from numpy.typing import ArrayLike, NDArray
 from other_models import write_gpt2, write_lfm2, write_mamba
+from refusals import check_refuses
 from staging import Stage
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
@@ -583,16 +584,7 @@ def test_a_closed_session_refuses_every_call(of_cells: Open) -> None:
     session.model.close()
     session.model.close()
     session.interrupt()
-    calls: list[Callable[[], object]] = [
-        lambda: session.forward([1]),
-        lambda: session.commit([]),
-        lambda: session.truncate(0),
-        lambda: session.n_past,
-        session.memory,
-    ]
-    for call in calls:
-        with pytest.raises(EdgeInferError, match="closed"):
-            call()
+    check_refuses(session)
 
 
 # ---- stopping --------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import pytest
 from drafting import FixedCosts, cost_model
 from other_vocabulary import write_reordered
 from tiny_heads import write_tiny_eagle3, write_tiny_head
-from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import devices
@@ -98,11 +97,6 @@ def listed(monkeypatch):
 def _measured(monkeypatch):
     """Devices are not measured, so that each call of a session is one for a draft, but the first."""
     monkeypatch.setattr(open_on_device, "cached_costs", lambda key, measure, **options: cost_model())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
 @pytest.fixture(scope="module")

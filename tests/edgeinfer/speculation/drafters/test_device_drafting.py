@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from drafting import FixedCosts, cost_model, let_draft
-from tiny_models import write_tiny_model
 
 from edgeinfer.backends.base import DraftingSession
 from edgeinfer.backends.native import NativeBackend
@@ -32,11 +31,6 @@ CHEAP = 0.3  # milliseconds of a level made with others; a pass takes 1
 
 
 pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
 @pytest.fixture

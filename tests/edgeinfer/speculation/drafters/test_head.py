@@ -38,11 +38,6 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
-
-
-@pytest.fixture(scope="module")
 def texts(model):
     """What the model writes behind the prompt, greedily and drawn."""
     with edgeinfer.load(model, draft="none") as engine:

@@ -2,7 +2,6 @@
 
 import pytest
 from drafting import FixedCosts, cost_model
-from tiny_models import write_tiny_model
 
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
@@ -86,11 +85,6 @@ def test_the_table_takes_what_the_plan_counts_whatever_it_sees():
 # ---- In the drafter --------------------------------------------------------------------------------------------------
 
 pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import threading
 import pytest
 from drafting import FixedCosts
 from tiny_heads import write_tiny_head
-from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.errors import Interrupted
@@ -23,11 +22,6 @@ REQUESTS = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 1}, {"temperature
 
 
 pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", n_ctx_train=256)
 
 
 @pytest.fixture(scope="module")
