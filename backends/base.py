@@ -16,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
@@ -175,16 +176,8 @@ class Backend(Protocol):
         """What the backend needs to know of a model; the `spec` of the other methods. Raises UnsupportedModel."""
         ...
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: Any,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
-        """Bytes that `load` and one session of n_ctx positions would take, without loading.
+    def plan(self, model: ModelFile, spec: Any, settings: LoadSettings) -> MemoryPlan:
+        """Bytes that `load` and one session would take, without loading. A batch is no larger than the context.
 
         Raises UnsupportedModel, and InvalidArgument for a cache that the model or the backend cannot have.
         """
@@ -199,26 +192,13 @@ class Backend(Protocol):
 
 @runtime_checkable
 class ExpertBackend(Backend, Protocol):
-    """A backend that can read experts from disk when they are needed, and keep some of them in memory."""
+    """A backend that can read experts from disk when they are needed, and keep some of them in memory.
+
+    Its `plan` looks at `expert_cache`; it raises InvalidArgument for fewer bytes than a pass needs.
+    """
 
     def expert_sizes(self, model: ModelFile, spec: Any) -> ExpertSizes:
         """What the experts of a model take."""
-        ...
-
-    def plan(
-        self,
-        model: ModelFile,
-        spec: Any,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-        expert_cache: int | None = None,
-    ) -> MemoryPlan:
-        """As Backend.plan, with a cache of so many bytes, None for all experts in memory.
-
-        Raises InvalidArgument for fewer bytes than a pass needs.
-        """
         ...
 
 

@@ -12,7 +12,8 @@ from edgeinfer.arguments import check_choice, check_integer
 from edgeinfer.backends.base import Rows
 from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
-from edgeinfer.types import CacheType, Features, LogitsRows, TokenIds
+from edgeinfer.settings import CacheType
+from edgeinfer.types import Features, LogitsRows, TokenIds
 
 
 def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> TokenIds:

@@ -31,17 +31,8 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.overriding import override
-from edgeinfer.types import (
-    CacheType,
-    Features,
-    HiddenStates,
-    Logits,
-    LogitsRows,
-    MemoryPlan,
-    MemoryUse,
-    Output,
-    TokenIds,
-)
+from edgeinfer.settings import CacheType
+from edgeinfer.types import Features, HiddenStates, Logits, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse
+from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 SMALL = Geometry("base3", rows=4, tables=4)  # compiled in seconds
 _CYCLES_A_SECOND = 10**6  # of this simulation, on a laptop
@@ -66,20 +67,12 @@ class FpgaSimBackend(MeasurableBackend):
         return spec
 
     @override
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """The native engine's plan, with streams among the weights and the engine among the activations.
 
         Raises as NativeBackend.plan, and ModelFileError for a folder of another model.
         """
-        plan = self._native.plan(model, spec, n_ctx, n_batch, n_threads, cache_type)
+        plan = self._native.plan(model, spec, settings)
         return replace(plan, use=with_device(plan.use, self._use(model, _on_engine(parts_of(model, spec.weights())))))
 
     @override

@@ -55,7 +55,8 @@ from edgeinfer.models import (
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, Output
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 
 @dataclass(frozen=True)
@@ -128,15 +129,7 @@ class ReferenceBackend:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
         return read_spec(model)
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes of the weights in float32, the KV cache, and the activations of n_batch tokens.
 
         The cache is in float16; for q8_0 and k6v4 in float32, rounded, for k6v4 with the turned biases of keys.
@@ -144,17 +137,18 @@ class ReferenceBackend:
         cache type does not fit.
         """
         check_blocks(spec.blocks(), known_blocks(), self.name, model.path)
-        check_cache(cache_type, spec)
+        check_cache(settings.cache_type, spec)
         shapes = spec.tensor_shapes()
         check_types(model, shapes)
-        n_batch = min(n_batch, n_ctx)
+        settings = settings.with_batch()
+        n_batch = settings.n_batch
         n_weights, n_of_experts = count(shapes)
         n_activations = n_batch * 2 * spec.n_embd
         n_activations += n_batch * max((layer.mixer.n_activations for layer in spec.layers), default=0)
         n_activations += n_batch * max((layer.ffn.n_activations for layer in spec.layers), default=0)
-        n_cache = sum(_state_bytes(layer.mixer, n_ctx, cache_type) for layer in spec.layers)
+        n_cache = sum(_state_bytes(layer.mixer, settings.n_ctx, settings.cache_type) for layer in spec.layers)
         use = MemoryUse(4 * n_weights, n_cache, 4 * n_activations, experts=4 * n_of_experts)
-        return MemoryPlan(n_ctx, n_batch, use, cache_type)
+        return MemoryPlan(settings, use)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
-    from edgeinfer.load_options import LoadOptions
-    from edgeinfer.loading import load
+    from edgeinfer.loading.open import load
+    from edgeinfer.loading.options import LoadOptions
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
@@ -96,8 +96,8 @@ _MODULES = {
     "chat": ("Answer", "Conversation"),
     "completion": ("Completion", "Piece", "Timings", "Usage"),
     "engine": ("Engine",),
-    "load_options": ("LoadOptions",),
-    "loading": ("load",),
+    "loading.open": ("load",),
+    "loading.options": ("LoadOptions",),
     "models.reasoning": ("ToolCall",),
     "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),

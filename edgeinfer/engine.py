@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
@@ -47,6 +48,26 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = str | Sequence[int]
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What was loaded, and how. backend: its name.  ledger: what was planned for the whole process."""
+
+    file: ModelFile
+    plan: MemoryPlan
+    device: Device
+    backend: str
+    ledger: Ledger = Ledger(())
+
+
+@dataclass(frozen=True)
+class Helpers:
+    """What works beside the model; see Engine."""
+
+    speculator: Speculator | None = None
+    experts: ExpertControl | None = None
+    expert_tier: DeviceTier | None = None
+
+
 class Engine(OfOneProcess):
     """A loaded model that completes texts. Made by `load`; a context manager.
 
@@ -64,32 +85,27 @@ class Engine(OfOneProcess):
         self,
         session: Session,
         tokenizer: Tokenizer,
-        file: ModelFile,
-        plan: MemoryPlan,
-        device: Device,
-        backend: str,
+        loaded: Loaded,
         opened: ExitStack,
-        speculator: Speculator | None = None,
-        experts: ExpertControl | None = None,
-        expert_tier: DeviceTier | None = None,
-        ledger: Ledger | None = None,
+        helpers: Helpers = Helpers(),
     ) -> None:
+        """opened: what is closed with the engine."""
         self.session = session
         self.tokenizer = tokenizer
+        self._file = file = loaded.file
         self.path = file.path
         self.name = str(file.metadata.get("general.name") or self.path.stem)
-        self.n_ctx = plan.n_ctx
-        self.memory_plan = plan
-        self.device = device
-        self.backend = backend
+        self.n_ctx = loaded.plan.n_ctx
+        self.memory_plan = loaded.plan
+        self.device = loaded.device
+        self.backend = loaded.backend
         self.default_params, _ = default_params(file)
-        self._file = file
         self._opened = opened
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
-        self.speculator = speculator
-        self.experts = experts
-        self.expert_tier = expert_tier
-        self._ledger = Ledger(()) if ledger is None else ledger
+        self.speculator = helpers.speculator
+        self.experts = helpers.experts
+        self.expert_tier = helpers.expert_tier
+        self._ledger = loaded.ledger
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
         self._request = threading.Lock()  # held from a stream's first piece to its end

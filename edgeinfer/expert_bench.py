@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import ExpertBackend, Model, Progress
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import plan_load
+from edgeinfer.loading.backend_choice import PlannedModel
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import plan_load
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertCache, ExpertControl, ExpertModel

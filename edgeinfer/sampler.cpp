@@ -237,7 +237,7 @@ Tokens candidates(const float* logits, uint32_t n, float largest, int64_t top_k,
         return left;
     }
     // The nucleus takes the most likely tokens first, so what min_p drops can only be its end. At most 12 bytes a token
-    // are in memory: weights and places, and after them what is left; see sampling_bytes in load_ledger.py.
+    // are in memory: weights and places, and after them what is left; see sampling_bytes in loading/ledger.py.
     const std::vector<uint32_t> nucleus = [&] {
         const std::vector<double> weights = weights_of(from, n_from, largest);
         double total = 0;

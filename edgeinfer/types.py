@@ -9,19 +9,14 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.settings import CacheType, LoadSettings, TernaryBits
+
 TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
 Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
 HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
 Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm, or made of others
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
-
-CacheType: TypeAlias = Literal["f16", "q8_0", "k6v4"]
-"""Numbers of the KV cache. f16: half floats.  q8_0: 8-bit codes with one scale for each 32, 56 % of the bytes.
-
-k6v4: keys of 6 bits and values of 4, Hadamard transformed, with one scale for each, 33 % of the bytes."""
-TernaryBits: TypeAlias = Literal["2", "1.6"]
-"""Bits of memory for each weight of a ternary matrix: four weights a byte, or five."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +84,35 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The sizes a session is to be made with, and the bytes they will take.
+    """What a session is to be made with, and the bytes that it will take.
 
-    n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are
-    cut into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
-    ternary_bits: that a ternary weight takes in memory, which changes no bit either.  expert_cache: bytes of the cache
-    of experts that are read from disk when they are needed, None where all are in memory; it changes no bit either.
+    settings: as the backend takes them; n_ctx, n_batch, cache_type and expert_cache are theirs.  ternary_bits: that a
+    ternary weight takes in memory, which changes no bit of the result.
     """
 
-    n_ctx: int
-    n_batch: int
+    settings: LoadSettings
     use: MemoryUse
-    cache_type: CacheType = "f16"
     ternary_bits: TernaryBits = "2"
-    expert_cache: int | None = None
+
+    @property
+    def n_ctx(self) -> int:
+        """See LoadSettings."""
+        return self.settings.n_ctx
+
+    @property
+    def n_batch(self) -> int:
+        """See LoadSettings."""
+        return self.settings.n_batch
+
+    @property
+    def cache_type(self) -> CacheType:
+        """See LoadSettings."""
+        return self.settings.cache_type
+
+    @property
+    def expert_cache(self) -> int | None:
+        """See LoadSettings."""
+        return self.settings.expert_cache
 
 
 @dataclass(frozen=True)

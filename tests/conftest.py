@@ -12,6 +12,7 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
+import kept_bytecode  # noqa: F401
 import numpy as np
 import pytest
 from parts import missing, required
@@ -21,12 +22,12 @@ from tiny_models import write_tiny_model
 from wants_plain_step import WANTS_PLAIN_STEP  # noqa: F401
 
 import edgeinfer
-from edgeinfer.backend_choice import open_backend
 from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
 from edgeinfer.engine import Engine
 from edgeinfer.errors import BackendUnavailable
+from edgeinfer.loading.backend_choice import open_backend
 
 pytest_plugins = ["time_limits", "scheduling"]
 

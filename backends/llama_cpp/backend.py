@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import asdict, replace
 from typing import Any
 
 from edgeinfer.backends.base import Progress
@@ -13,7 +14,8 @@ from edgeinfer.backends.llama_cpp.session import LlamaCppModel
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse
+from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits
 _MOST_MEASURED = 1 << 20  # positions; what more of them take is computed from these two contexts
@@ -46,15 +48,7 @@ class LlamaCppBackend:
         """
         return self._describe(model)
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSizes | None,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSizes | None, settings: LoadSettings) -> MemoryPlan:
         """Bytes that llama.cpp itself would take, to 0.01 MiB; its vocabulary, some 10 to 60 MB, is not counted, nor
         its process, some 60 MB.
 
@@ -62,20 +56,21 @@ class LlamaCppBackend:
         two smaller ones lead to; `load` refuses those above MAX_N_CTX. Raises UnsupportedModel, and InvalidArgument for
         an n_ctx on which llama.cpp would end its process.
         """
-        if cache_type not in ("f16", "q8_0"):
-            raise InvalidArgument(f"llama.cpp has no KV cache of {cache_type}: use f16 or q8_0, or the native backend")
-        if n_ctx > _MOST_MEASURED:
-            _check_positions(model, n_ctx)
-            first, second = (self.plan(model, spec, n, n_batch, n_threads, cache_type).use for n in _MEASURED)
-            return MemoryPlan(n_ctx, min(n_batch, n_ctx), _extrapolated(first, second, n_ctx), cache_type)
+        if settings.cache_type not in ("f16", "q8_0"):
+            raise InvalidArgument(
+                f"llama.cpp has no KV cache of {settings.cache_type}: use f16 or q8_0, or the native backend"
+            )
+        n_ctx, settings = settings.n_ctx, settings.with_batch()
         _check_positions(model, n_ctx)
-        n_batch = min(n_batch, n_ctx)
+        if n_ctx > _MOST_MEASURED:
+            first, second = (self.plan(model, spec, replace(settings, n_ctx=n)).use for n in _MEASURED)
+            return MemoryPlan(settings, _extrapolated(first, second, n_ctx))
         self._describe(model)
-        reply = self._ask(model, "while it planned the memory", "plan", n_ctx, n_batch, n_threads, cache_type)
+        reply = self._ask(model, "while it planned the memory", "plan", asdict(settings))
         weights, kv_cache, activations = reply["bytes"]
         tied = None if "output.weight" in model.tensors else model.tensors.get("token_embd.weight")
         use = MemoryUse(weights + (tied.n_bytes if tied else 0), kv_cache, activations)
-        return MemoryPlan(n_ctx, n_batch, use, cache_type)
+        return MemoryPlan(settings, use)
 
     def load(
         self,
@@ -93,8 +88,8 @@ class LlamaCppBackend:
         _check_n_ctx(model, plan.n_ctx)
         process, self._process, self._described = self._process or Process(), None, None
         path, name = _names(model)
-        sizes = plan.n_ctx, min(plan.n_batch, plan.n_ctx), device.n_threads
-        wanted = Wanted(path, name, *sizes, plan.cache_type, uses_extra_buffers(process.build))
+        settings = replace(plan.settings.with_batch(), n_threads=device.n_threads)
+        wanted = Wanted(path, name, settings, uses_extra_buffers(process.build))
         loaded = LlamaCppModel(load(wanted, process, progress), model.watches())
         if progress is not None:
             progress(1.0)

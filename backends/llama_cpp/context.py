@@ -17,7 +17,8 @@ from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.shared import Writable
 from edgeinfer.errors import BackendLost, Interrupted, UnsupportedModel
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.types import CacheType, Logits, TokenIds
+from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Logits, TokenIds
 
 Rows: TypeAlias = NDArray[np.int32] | NDArray[np.intp]  # (m,), ascending
 
@@ -33,22 +34,19 @@ class Context:
     def __init__(
         self,
         model: Model,
-        n_ctx: int,
-        n_batch: int,
-        n_threads: int,
-        cache_type: CacheType,
+        settings: LoadSettings,
         flag: Writable,
     ) -> None:
         self.library = library = model.library
         self.model = model
-        self.n_batch = n_batch
+        self.n_batch = n_batch = settings.n_batch
         self.n_outputs = min(MAX_OUTPUTS, n_batch)
         params = library.llama_context_default_params()
-        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
+        params.n_ctx, params.n_batch, params.n_ubatch = settings.n_ctx, n_batch, n_batch
         params.n_seq_max = self.n_outputs if model.has_cells else 2
         params.n_outputs_max = max(self.n_outputs, params.n_seq_max)
-        params.n_threads = params.n_threads_batch = n_threads
-        params.type_k = params.type_v = GGMLType[cache_type.upper()]
+        params.n_threads = params.n_threads_batch = settings.n_threads
+        params.type_k = params.type_v = GGMLType[settings.cache_type.upper()]
         params.kv_unified = params.swa_full = True  # branches share cells, and a window can be rewound
         params.offload_kqv = params.op_offload = False
         params.abort_callback = ctypes.cast(_strlen(), library.ggml_abort_callback)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from edgeinfer import devices
@@ -12,21 +12,19 @@ from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.errors import BackendCrashed, warn
 from edgeinfer.models import ModelSizes
 from edgeinfer.record_cache import read_record, record_folder, write_record
-from edgeinfer.types import CacheType, MemoryUse
+from edgeinfer.settings import LoadSettings
+from edgeinfer.types import MemoryUse
 
 _KIND = "llama.cpp"  # of what is remembered
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be loaded: a file, absolute, its name in messages, the sizes of a session, and in which buffers."""
+    """What is to be loaded: a file, absolute, its name in messages, how, and in which buffers."""
 
     path: str
     name: str
-    n_ctx: int
-    n_batch: int
-    n_threads: int
-    cache_type: CacheType
+    settings: LoadSettings
     extra_buffers: bool = True
 
     def on(self, process: Process, progress: Progress | None) -> Loaded:
@@ -36,8 +34,7 @@ class Wanted:
             if progress is not None:
                 progress(min(process.shared.share, 0.99))
 
-        sizes = self.n_ctx, self.n_batch, self.n_threads, self.cache_type
-        options = self.path, self.name, self.extra_buffers, *sizes
+        options = self.path, self.name, self.extra_buffers, asdict(self.settings)
         try:
             reply = process.ask("load", *options, meanwhile=report)
         except BaseException:

@@ -21,6 +21,7 @@ from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.passes import Passes
 from edgeinfer.backends.llama_cpp.shared import SharedMemory, Words
 from edgeinfer.errors import EdgeInferError, Interrupted
+from edgeinfer.settings import LoadSettings
 
 Reply = dict[str, Any]
 
@@ -41,24 +42,15 @@ class Server:
         self._described = Model(self._library, Path(path), Path(name), extra_buffers)
         return asdict(self._described.sizes)
 
-    def plan(self, n_ctx: int, n_batch: int, n_threads: int, cache_type: Any) -> Reply:
-        """Bytes of the model that was described, and of such a context."""
+    def plan(self, settings: dict[str, Any]) -> Reply:
+        """Bytes of the model that was described, and of such a context. settings: the fields of LoadSettings."""
         assert self._described is not None
-        context = Context(self._described, n_ctx, n_batch, n_threads, cache_type, self._shared.flag)
+        context = Context(self._described, LoadSettings(**settings), self._shared.flag)
         context.close()
         return _bytes_of(context)
 
-    def load(
-        self,
-        path: str,
-        name: str,
-        extra_buffers: bool,
-        n_ctx: int,
-        n_batch: int,
-        n_threads: int,
-        cache_type: Any,
-    ) -> Reply:
-        """Load a model: its sizes, and the bytes that it takes. Raises Interrupted."""
+    def load(self, path: str, name: str, extra_buffers: bool, settings: dict[str, Any]) -> Reply:
+        """Load a model: its sizes, and the bytes that it takes. See `plan`. Raises Interrupted."""
         self._described = None
 
         def is_to_go_on(share: float, _: object) -> bool:
@@ -71,7 +63,7 @@ class Server:
             if self._shared.flag[0]:
                 raise Interrupted("loading was interrupted") from error
             raise
-        self._context = Context(model, n_ctx, n_batch, n_threads, cache_type, self._shared.flag)
+        self._context = Context(model, LoadSettings(**settings), self._shared.flag)
         self._passes = Passes(self._context)
         self._passes.warm_up()
         return {"sizes": asdict(model.sizes), **_bytes_of(self._context)}

@@ -40,7 +40,8 @@ from edgeinfer.file_identity import FileWatch
 from edgeinfer.models import ModelSizes
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Logits, LogitsRows, MemoryUse, Output, TokenIds
+from edgeinfer.settings import CacheType
+from edgeinfer.types import Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 
 def _none() -> TokenIds:
@@ -70,8 +71,8 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
 
     def __init__(self, loaded: Loaded, files: Sequence[FileWatch]) -> None:
         self.spec = loaded.sizes
-        self.n_ctx = loaded.wanted.n_ctx
-        self.n_batch = loaded.wanted.n_batch
+        self.n_ctx = loaded.wanted.settings.n_ctx
+        self.n_batch = loaded.wanted.settings.n_batch
         self._loaded = loaded
         self._files = files
         self._process = loaded.process
@@ -93,10 +94,9 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
             raise InvalidArgument("llama.cpp holds one text at a time: close the session that is open, or load again")
         if cache_type is not None:
             check_cache_type(cache_type)
-        if cache_type not in (None, self._loaded.wanted.cache_type):
-            raise InvalidArgument(
-                f"the cache was planned with type {self._loaded.wanted.cache_type}: found {cache_type}; load again"
-            )
+        planned = self._loaded.wanted.settings.cache_type
+        if cache_type not in (None, planned):
+            raise InvalidArgument(f"the cache was planned with type {planned}: found {cache_type}; load again")
         session = LlamaCppSession(self, check_session_size(n_ctx, self.n_ctx))
         self._session = weakref.ref(session)
         return session

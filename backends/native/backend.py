@@ -46,7 +46,8 @@ from edgeinfer.models import ModelSpec, check_blocks, read_spec
 from edgeinfer.models.draft_vocab import is_as_stored, storage_facts
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.gguf_reader.mapping import AROUND, MappedFile
-from edgeinfer.types import CacheType, Device, ExpertSizes, MemoryPlan, MemoryUse, TernaryBits
+from edgeinfer.settings import LoadSettings, TernaryBits
+from edgeinfer.types import Device, ExpertSizes, MemoryPlan, MemoryUse
 
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
 
@@ -95,43 +96,34 @@ class NativeBackend:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
         return read_spec(model)
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-        expert_cache: int | None = None,
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes of packed weights, of the KV cache of one session, of activations and experts. Exact, not estimated.
 
-        The KV cache takes its memory as the text grows; the plan has it whole.  expert_cache: bytes of a cache of
-        experts, of which the others are read from disk when they are wanted; None, or at least the bytes of all, for
-        all experts in memory.
+        The KV cache takes its memory as the text grows; the plan has it whole. An expert cache of at least the bytes of
+        all is all experts in memory.
         Raises UnsupportedModel for a block or a tensor type without a kernel, InvalidArgument for heads that q8_0 does
         not fit, and for an expert cache of fewer bytes than a pass needs.
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
-        check_cache(cache_type, spec)
-        n_batch = min(n_batch, n_ctx)
+        check_cache(settings.cache_type, spec)
+        settings = settings.with_batch()
         spec = self._spec(model, spec)
-        bits = self._ternary_bits(model, spec, n_threads)
+        bits = self._ternary_bits(model, spec, settings.n_threads)
         experts = self.experts(model, spec, bits)
-        config = self._config(model, spec, bits, n_ctx, n_batch)
-        if expert_cache is not None and expert_cache >= experts.n_bytes:
-            expert_cache = None
+        config = self._config(model, spec, bits, settings)
+        if settings.expert_cache is not None and settings.expert_cache >= experts.n_bytes:
+            settings = replace(settings, expert_cache=None)
+        expert_cache, cache_type = settings.expert_cache, settings.cache_type
         use = MemoryUse(
             self._weight_bytes(model, spec, bits, expert_cache),
-            config.kv_bytes(_core.KvType[cache_type], n_ctx),
-            config.activation_bytes(_core.FrontConfig(), n_threads),
+            config.kv_bytes(_core.KvType[cache_type], settings.n_ctx),
+            config.activation_bytes(_core.FrontConfig(), settings.n_threads),
             experts=self._expert_bytes(model, experts, expert_cache),
-            windows=window_bytes(spec, n_ctx, n_batch, cache_type),
+            windows=window_bytes(spec, settings),
         )
         if expert_cache is None and self._packed_file(model) is not None:
             use = replace(use, mapped=use.weights, mapped_experts=use.experts)
-        return MemoryPlan(n_ctx, n_batch, use, cache_type, bits, expert_cache)
+        return MemoryPlan(settings, use, bits)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -160,7 +152,7 @@ class NativeBackend:
             set_embedding(weights, model, rows)
         beside = None if self.placement is None else self.placement(weights, model, parts)
         device = Device(device.n_threads, isa)
-        config = self._config(model, spec, plan.ternary_bits, plan.n_ctx, plan.n_batch)
+        config = self._config(model, spec, plan.ternary_bits, plan.settings)
         made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
         made = replace(
             made, is_mapped=packed is not None and not is_cached, files=_files_of(model, packed, rows, is_cached)
@@ -221,10 +213,10 @@ class NativeBackend:
         return Packing(self.for_drafts and not is_as_stored(model), bits)
 
     def _config(
-        self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, n_ctx: int, n_batch: int
+        self, model: ModelFile, spec: ModelSpec, bits: TernaryBits, settings: LoadSettings
     ) -> _core.DecoderConfig:
         """Sizes of the decoder and of what it computes."""
-        config = decoder_config(spec, n_ctx, n_batch)
+        config = decoder_config(spec, settings.n_ctx, settings.n_batch)
         add_inputs(config, inputs_of(self._parts(model, spec, bits)))
         add_inputs(config, self.experts(model, spec, bits).inputs())
         return config

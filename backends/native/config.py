@@ -8,9 +8,9 @@ from dataclasses import replace
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, Experts, FeedForward, ModelSpec, RopeSpec, attention_of
+from edgeinfer.models import Attention, Dense, Experts, FeedForward, Layer, ModelSpec, RopeSpec, attention_of
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
-from edgeinfer.types import CacheType
+from edgeinfer.settings import LoadSettings
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (
@@ -63,14 +63,16 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     return config
 
 
-def window_bytes(spec: ModelSpec, n_ctx: int, n_batch: int, cache_type: CacheType) -> int:
+def window_bytes(spec: ModelSpec, settings: LoadSettings) -> int:
     """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
     layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
     whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
-    windows, others = (
-        decoder_config(replace(spec, layers=of), n_ctx, n_batch).kv_bytes(_core.KvType[cache_type], n_ctx) if of else 0
-        for of in (layers, whole)
-    )
+
+    def n_bytes(of: tuple[Layer, ...]) -> int:
+        config = decoder_config(replace(spec, layers=of), settings.n_ctx, settings.n_batch)
+        return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx) if of else 0
+
+    windows, others = n_bytes(layers), n_bytes(whole)
     return windows if windows < others else 0
 
 

@@ -28,28 +28,29 @@ from edgeinfer.models import Experts, check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.overriding import override
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 # A head with experts would need a store of its own.
 _BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not Experts}, **PARTS_OF_HEADS}
 
 
-def plan_head(head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int, n_threads: int) -> MemoryPlan:
+def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
     """Bytes that a head and one text of it take beside its target, whose embeddings it reads if it has none. Exact.
 
     Raises UnsupportedModel.
     """
     _check(head, spec)
-    n_batch = min(n_batch, n_ctx)
+    settings = settings.with_batch()
     parts = parts_of(head, spec.weights())
-    config = _config(spec, parts, n_ctx, n_batch)
+    config = _config(spec, parts, settings.n_ctx, settings.n_batch)
     rows = embedding_of(head, spec.decoder, parts, is_held=True)
     weights = packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
-    activations = config.activation_bytes(front_config(spec), n_threads)
+    activations = config.activation_bytes(front_config(spec), settings.n_threads)
     if spec.features is not None:
         activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
-    use = MemoryUse(weights, config.kv_bytes(_core.KvType.f16, n_ctx), activations)
-    return MemoryPlan(n_ctx, n_batch, use)
+    use = MemoryUse(weights, config.kv_bytes(_core.KvType.f16, settings.n_ctx), activations)
+    return MemoryPlan(settings, use)
 
 
 def load_head(

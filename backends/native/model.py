@@ -24,7 +24,8 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Device, MemoryPlan, MemoryUse, Output
+from edgeinfer.settings import CacheType
+from edgeinfer.types import Device, MemoryPlan, MemoryUse, Output
 
 
 @dataclass(frozen=True)

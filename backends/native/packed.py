@@ -31,7 +31,7 @@ from edgeinfer.errors import BadPack
 from edgeinfer.files import written_whole
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.gguf_reader.mapping import MappedFile
-from edgeinfer.types import TernaryBits
+from edgeinfer.settings import TernaryBits
 
 Write: TypeAlias = Callable[[NDArray[np.uint8]], None]
 

@@ -28,6 +28,7 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.models import ModelSpec, check_blocks
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Logits, MemoryPlan, MemoryUse, TokenIds
 
 _COPIED_BYTES = 1 << 20
@@ -67,7 +68,7 @@ class RepackableModel:
         self._rows = embedding_of(file, spec, self._parts, is_held=True)
         self._embedding = self._held_embedding()
         self._records = resident_experts(self._experts, file, self._threads) if self._experts.layers else None
-        plan = MemoryPlan(n_tokens, n_tokens, MemoryUse(0, 0, 0))
+        plan = MemoryPlan(LoadSettings(n_tokens, n_batch=n_tokens), MemoryUse(0, 0, 0))
         device = Device(device.n_threads, device.isa or best_isa())
         store = None if self._records is None else _core.ResidentExperts(self._records)
         config = self._config_of(n_tokens)

@@ -28,7 +28,8 @@ from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.models import ModelSpec
 from edgeinfer.one_process import OfOneProcess
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, LogitsRows, MemoryUse, Output
+from edgeinfer.settings import CacheType
+from edgeinfer.types import LogitsRows, MemoryUse, Output
 
 if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel

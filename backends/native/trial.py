@@ -35,7 +35,8 @@ from edgeinfer.backends.native.weights import (
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight, attention_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
-from edgeinfer.types import CacheType, Device, LogitsRows, MemoryPlan, MemoryUse, TernaryBits
+from edgeinfer.settings import CacheType, LoadSettings, TernaryBits
+from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse
 
 SIZES = (1, 2, 4, 8, 16)  # tokens of a pass that are timed, and one long pass for prompts
 PROMPT = 32  # a longer pass takes as long for each token
@@ -260,7 +261,7 @@ class _Made:
         weights = _core.Weights(packed_bytes(parts), _filled(packed_bytes(parts)))
         map_weights(weights, parts)
         _set_embedding(weights, spec.n_vocab, spec.n_embd)
-        plan = MemoryPlan(n_ctx or n_batch, n_batch, MemoryUse(0, 0, 0), cache_type)
+        plan = MemoryPlan(LoadSettings(n_ctx or n_batch, n_batch=n_batch, cache_type=cache_type), MemoryUse(0, 0, 0))
         config = decoder_config(spec, plan.n_ctx, n_batch)
         add_inputs(config, inputs_of(parts))
         threads = _core.Threads(device.n_threads)

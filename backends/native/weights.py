@@ -16,7 +16,8 @@ from edgeinfer.errors import ModelFileError, UnsupportedModel
 from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.models.gguf_reader.mapping import MappedFile
-from edgeinfer.types import MemoryUse, TernaryBits
+from edgeinfer.settings import TernaryBits
+from edgeinfer.types import MemoryUse
 
 MATRIX_TYPES = frozenset(
     GGMLType[name]

@@ -15,6 +15,7 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.overriding import override
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features, MemoryPlan
 
 
@@ -25,16 +26,16 @@ class OnnxHeadBackend:
         self.info = choose_provider() if info is None else info
         self._target = target, target_spec
 
-    def plan(self, head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+    def plan(self, head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes that a head takes, its target's embeddings among them; see OnnxBackend.plan.
 
         Raises UnsupportedModel for a head with another front than GatedFusion.
         """
-        graphs = [build_head(head, spec, *self._target, n_ctx, self.info.style)]
+        graphs = [build_head(head, spec, *self._target, settings.n_ctx, self.info.style)]
         if spec.features is None:
-            return plan_graphs(graphs, spec.decoder, n_ctx, n_batch)
+            return plan_graphs(graphs, spec.decoder, settings)
         graphs.append(build_projection(head, spec, spec.features, self.info.style))
-        return plan_graphs(graphs, spec.decoder, n_ctx, n_batch, spec.features.n_rows)
+        return plan_graphs(graphs, spec.decoder, settings, spec.features.n_rows)
 
     def load(
         self, head: ModelFile, spec: HeadSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None

@@ -19,7 +19,8 @@ from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Device, HiddenStates, Logits, MemoryPlan, MemoryUse
+from edgeinfer.settings import LoadSettings
+from edgeinfer.types import Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 
 _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more
 
@@ -40,25 +41,19 @@ class OnnxBackend:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
         return read_spec(model)
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes that a model and a session take: constants, the KV cache, in float32, and at most those of a pass.
 
         ONNX Runtime keeps a copy of the constants, and of most another that its kernels read. Passes have 128 tokens at
         most. Raises UnsupportedModel for a block or a tensor type without a rule, InvalidArgument for a cache of
         another type.
         """
-        if cache_type != "f16":
-            raise InvalidArgument(f"the onnx backend has no KV cache of {cache_type}: use f16, which is float32 here")
-        graph = build_model(model, spec, n_ctx, self.info.style, taps=True)
-        return plan_graphs([graph], spec, n_ctx, n_batch)
+        if settings.cache_type != "f16":
+            raise InvalidArgument(
+                f"the onnx backend has no KV cache of {settings.cache_type}: use f16, which is float32 here"
+            )
+        graph = build_model(model, spec, settings.n_ctx, self.info.style, taps=True)
+        return plan_graphs([graph], spec, settings)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -67,12 +62,13 @@ class OnnxBackend:
         return OnnxModel(model, spec, plan, device, self.info, progress)
 
 
-def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, n_ctx: int, n_batch: int, n_rows: int = 0) -> MemoryPlan:
+def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, settings: LoadSettings, n_rows: int = 0) -> MemoryPlan:
     """Bytes of the graphs of a decoder, and of the one that moves rows of its cache; see OnnxBackend.plan.
 
     n_rows: numbers of a row that a head's features are made of.
     """
-    n_batch = min(n_batch, n_ctx, _MAX_BATCH)
+    settings = settings.with_batch(_MAX_BATCH)
+    n_ctx, n_batch = settings.n_ctx, settings.n_batch
     mixers = [attention_of(layer) for layer in spec.layers]
     widths = 12 * spec.n_embd + 2 * n_rows + 4 * max((mixer.n_activations for mixer in mixers), default=0)
     widths += 2 * max((layer.ffn.n_activations for layer in spec.layers), default=0)
@@ -80,7 +76,7 @@ def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, n_ctx: int, n_batch: i
     n_activations = n_batch * (widths + 2 * n_heads * n_ctx + 2 * spec.n_logits)
     n_cache = sum(2 * mixer.n_kv * n_ctx for mixer in mixers)
     use = MemoryUse(constant_bytes([build_move(spec), *graphs]), 4 * n_cache, 4 * n_activations)
-    return MemoryPlan(n_ctx, n_batch, use)
+    return MemoryPlan(settings, use)
 
 
 class Cache:

@@ -18,6 +18,7 @@ from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.overriding import override
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan, Nodes
 
 
@@ -28,14 +29,14 @@ class OpenCLHeadBackend:
         self.info = choose_device() if info is None else info
         self._target = target, target_spec
 
-    def plan(self, head: ModelFile, spec: HeadSpec, n_ctx: int, n_batch: int = 512, n_threads: int = 1) -> MemoryPlan:
+    def plan(self, head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes of all buffers on the device, its copy of the target's embeddings among them; see OpenCLBackend.plan.
 
         Raises UnsupportedModel for a head with another front than GatedFusion, or that is fed by several layers.
         """
-        n_batch, parts = min(n_batch, n_ctx), ModelParts.read_head(head, spec, *self._target)
-        activations = head_activation_bytes(spec.decoder, n_batch)
-        return plan_parts(head, parts, spec.decoder, n_ctx, n_batch, activations, self.info)
+        settings, parts = settings.with_batch(), ModelParts.read_head(head, spec, *self._target)
+        activations = head_activation_bytes(spec.decoder, settings.n_batch)
+        return plan_parts(head, parts, spec.decoder, settings, activations, self.info)
 
     def load(
         self, head: ModelFile, spec: HeadSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None

@@ -20,7 +20,8 @@ from edgeinfer.errors import BudgetExceeded, ContextOverflow, InvalidArgument
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.overriding import override
-from edgeinfer.types import CacheType, Device, Features, MemoryPlan, MemoryUse, Nodes, TokenIds
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device, Features, MemoryPlan, MemoryUse, Nodes, TokenIds
 
 
 class OpenCLBackend:
@@ -38,24 +39,16 @@ class OpenCLBackend:
         """See edgeinfer.models.read_spec. Raises UnsupportedModel."""
         return read_spec(model)
 
-    def plan(
-        self,
-        model: ModelFile,
-        spec: ModelSpec,
-        n_ctx: int,
-        n_batch: int = 512,
-        n_threads: int = 1,
-        cache_type: CacheType = "f16",
-    ) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
         """Bytes of all buffers on the device. Exact; what the driver takes beside them is not known.
 
         Raises UnsupportedModel for a block or a tensor type that does not run here, InvalidArgument for another cache
         than f16, BudgetExceeded for more than the device has.
         """
-        if cache_type != "f16":
-            raise InvalidArgument(f"the opencl backend has a KV cache of f16 only: found {cache_type}")
-        n_batch, parts = min(n_batch, n_ctx), ModelParts.read(model, spec)
-        return plan_parts(model, parts, spec, n_ctx, n_batch, activation_bytes(spec, n_batch), self.info)
+        if settings.cache_type != "f16":
+            raise InvalidArgument(f"the opencl backend has a KV cache of f16 only: found {settings.cache_type}")
+        settings, parts = settings.with_batch(), ModelParts.read(model, spec)
+        return plan_parts(model, parts, spec, settings, activation_bytes(spec, settings.n_batch), self.info)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None
@@ -71,8 +64,7 @@ def plan_parts(
     model: ModelFile,
     parts: ModelParts,
     spec: ModelSpec,
-    n_ctx: int,
-    n_batch: int,
+    settings: LoadSettings,
     activations: dict[str, int],
     info: DeviceInfo,
 ) -> MemoryPlan:
@@ -80,16 +72,17 @@ def plan_parts(
 
     activations: of each buffer of a pass.
     """
-    caches = kv_buffer_bytes(spec, n_ctx)
+    caches = kv_buffer_bytes(spec, settings.n_ctx)
     use = MemoryUse(sum(parts.buffer_bytes()), 2 * sum(caches), sum(activations.values()))
     largest = max(*parts.buffer_bytes(), *caches, *activations.values())
     if use.total > info.memory_bytes or largest > info.max_buffer_bytes:
         shortfall = max(use.total - info.memory_bytes, largest - info.max_buffer_bytes)
         raise BudgetExceeded(
-            f"{model.path} needs {use.total} bytes at n_ctx {n_ctx}, {largest} of them in one buffer: {info.name} has "
-            f"{info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer, {shortfall} too few"
+            f"{model.path} needs {use.total} bytes at n_ctx {settings.n_ctx}, {largest} of them in one buffer: "
+            f"{info.name} has {info.memory_bytes}, with at most {info.max_buffer_bytes} in one buffer, "
+            f"{shortfall} too few"
         )
-    return MemoryPlan(n_ctx, n_batch, use)
+    return MemoryPlan(settings, use)
 
 
 class OpenCLModel(DeviceModel[Decoder], Model):

@@ -21,9 +21,9 @@ from edgeinfer.cli.terminal import ProgressBar, note, show, visible
 from edgeinfer.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from edgeinfer.backend_choice import PlannedModel
     from edgeinfer.bench import Report
-    from edgeinfer.load_options import LoadOptions
+    from edgeinfer.loading.backend_choice import PlannedModel
+    from edgeinfer.loading.options import LoadOptions
     from edgeinfer.models.gguf import ModelFile
 
 _ROUNDS = 8  # of a timeline
@@ -87,7 +87,7 @@ def bench(
 
 def _named(model: Path | None) -> Path:
     """The file that is measured."""
-    from edgeinfer.loading import default_model
+    from edgeinfer.loading.open import default_model
 
     return default_model() if model is None else model
 
@@ -95,7 +95,7 @@ def _named(model: Path | None) -> Path:
 def _run(model: Path | None, threads: int | None, budget: str | None, rounds: int, against: str | None) -> Report:
     from edgeinfer import bench as benchmark
     from edgeinfer.backends.native import best_isa
-    from edgeinfer.load_options import LoadOptions
+    from edgeinfer.loading.options import LoadOptions
     from edgeinfer.models.gguf import ModelFile
 
     with ExitStack() as opened, ProgressBar("loading") as bar:
@@ -114,7 +114,7 @@ def _run(model: Path | None, threads: int | None, budget: str | None, rounds: in
 
 def _engines(file: ModelFile, options: LoadOptions, against: str | None) -> dict[str, PlannedModel]:
     """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
-    from edgeinfer.load_plan import plan_beside, plan_without_drafters
+    from edgeinfer.loading.plan import plan_beside, plan_without_drafters
 
     with warnings_as_notes():
         plan = plan_without_drafters(file, options)
@@ -195,8 +195,8 @@ def _draw_timeline(
 ) -> None:
     """Draw a few rounds in the middle of an answer: the target's passes above, drafting below."""
     from edgeinfer.bench import record_rounds
-    from edgeinfer.load_options import LoadOptions
-    from edgeinfer.loading import load
+    from edgeinfer.loading.open import load
+    from edgeinfer.loading.options import LoadOptions
 
     draft = "auto" if model_draft is None else [str(model_draft)]
     with warnings_as_notes(), ProgressBar("loading") as bar:

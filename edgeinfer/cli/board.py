@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MAY_BE_TERNARY = ("I2_S", "TQ1_0", "TQ2_0", "Q2_0", "F32", "F16", "BF16")
 CONTEXT = 1024  # positions, where none is given
 _OF_A_BOARD = ("encoding", "rows", "tables", "engines", "attention_lanes")
-_OF_BOTH = (*_OF_A_BOARD, "model", "hf_repo", "hf_file", "board", "ctx_size", "as_json")
+_OF_BOTH = (*_OF_A_BOARD, "model", "hf_repo", "hf_file", "board", "n_ctx", "as_json")
 
 
 def board_options(command: Command) -> Command:
@@ -89,7 +89,7 @@ def profile_board(model: Path, board: str, flags: dict[str, Any], as_json: bool)
         others = sorted({file.tensors[name].type.name for name in _matrices(spec)} - set(_MAY_BE_TERNARY))
     if others:
         note(f"the matrices of this file are {', '.join(others)}, not ternary: `export --to fpga` would refuse it")
-    n_ctx = flags["ctx_size"] or min(spec.n_ctx_train, CONTEXT)
+    n_ctx = flags["n_ctx"] or min(spec.n_ctx_train, CONTEXT)
     found = report(design, workload_of(model.name, spec), n_ctx, counts_of(geometry))
     show(json.dumps(found.as_dict()) if as_json else visible("\n".join(report_lines(found))))
     short = [each.what for each in found.room if not each.fits]

@@ -235,7 +235,7 @@ def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
     """Bytes of weights with which a load takes no more than that. Raises BudgetExceeded, ModelFileError."""
     from edgeinfer.exporters.source import open_source
     from edgeinfer.exporters.virtual_file import model_file_of
-    from edgeinfer.load_fit import weight_bytes_that_fit
+    from edgeinfer.loading.weight_size import weight_bytes_that_fit
 
     with open_source(source) as opened, model_file_of(opened) as file:
         return weight_bytes_that_fit(file, memory, n_ctx)

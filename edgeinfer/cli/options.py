@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import click
 
@@ -18,6 +18,8 @@ from edgeinfer.arguments import check_file_name
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
+from edgeinfer.settings import CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.user_text import decoded
 
 if TYPE_CHECKING:
@@ -70,8 +72,7 @@ DRAFTER = MayNameFile.but("auto", "none", "suffix", "recycling")  # of --draft
 
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
     """A flag that a variable of the environment can set too: EDGEINFER_CTX_SIZE stands for --ctx-size."""
-    flag = next(name for name in names if name.startswith("--"))
-    return click.option(*names, envvar=f"EDGEINFER{flag[1:].replace('-', '_').upper()}", show_envvar=True, **settings)
+    return click.option(*names, envvar=variable_of(*names), show_envvar=True, **settings)
 
 
 _ESCAPE = re.compile(rb"\\(?:([nrt'\"\\])|x([0-9A-Fa-f]{2}))")
@@ -112,13 +113,31 @@ escape_option = click.option(
 stop_option = click.option(
     "--stop", multiple=True, callback=escaped_text, help=r'End before this text, such as "\n\n"; may be repeated.'
 )
-threads_option = variable_option(
-    "-t", "--threads", "n_threads", type=click.IntRange(1), help="Number of threads.  [default: physical cores]"
+
+
+def load_option(field: str, **settings: Any) -> Callable[[Command], Command]:
+    """The flag of an option of LoadOptions, as it is described there. settings: of click, the type among them."""
+    default, about = options_of(LoadOptions)[field]
+    if default is not None and not isinstance(default, bool) and "[default: " not in about.help:
+        settings = {"default": default, "show_default": True} | settings
+    return variable_option(*about.flags, field, **{"help": about.help, "metavar": about.metavar} | settings)
+
+
+def load_keywords(flags: dict[str, Any]) -> LoadKeywords:
+    """What the flags say about loading: what is None is not said."""
+    given = {name: flags[name] for name in options_of(LoadOptions) if flags.get(name) is not None}
+    return cast("LoadKeywords", given | {"draft": draft_of(flags)})
+
+
+threads_option = load_option("n_threads", type=click.IntRange(1))
+budget_option = load_option("budget")
+draft_option = load_option("draft", type=DRAFTER)
+model_draft_option = variable_option(
+    "-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head."
 )
-budget_option = variable_option(
-    "--budget",
-    metavar="SIZE|SHARE%",
-    help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
+_PLAN_OPTIONS = (  # which `profile` has too
+    load_option("n_ctx", type=click.IntRange(1)),
+    load_option("cache_type", type=click.Choice(get_args(CacheType))),
 )
 _MODEL_OPTIONS = (
     variable_option(
@@ -127,82 +146,20 @@ _MODEL_OPTIONS = (
         type=FileName(),
         help="GGUF file, or a name of `edgeinfer models`.  [default: SmolLM2-135M-Instruct]",
     ),
-    variable_option(
-        "-c", "--ctx-size", type=click.IntRange(1), help="Context size in tokens.  [default: as trained, at most 4096]"
-    ),
-    variable_option(
-        "--cache-type",
-        type=click.Choice(["f16", "q8_0", "k6v4"]),
-        default="f16",
-        show_default=True,
-        help="Type of the KV cache. Others than f16 change the text: q8_0 takes 56 % of f16; k6v4, keys of 6 bits and "
-        "values of 4, 33 %, with a measurable loss (docs/memory.md).",
-    ),
-    variable_option(
-        "--ternary-bits",
-        type=click.Choice(["auto", "2", "1.6"]),
-        default="auto",
-        show_default=True,
-        help="Bits per weight of a ternary model in memory, with the same text; auto: the faster one here.",
-    ),
-    variable_option(
-        "--expert-cache",
-        metavar="auto|SIZE|SHARE%",
-        default="auto",
-        show_default=True,
-        help="Memory for experts (3.5GiB, 25%); the rest is on disk. auto: all if they fit, else the fastest size.",
-    ),
-    variable_option(
-        "--expert-device",
-        metavar="NAME",
-        help="OpenCL device (gpu, gpu:N, opencl:N) that computes some of the experts; may change the text.",
-    ),
-    variable_option(
-        "--expert-device-bytes",
-        metavar="auto|SIZE|SHARE%",
-        default="auto",
-        show_default=True,
-        help="Memory of that device for experts.",
-    ),
+    *_PLAN_OPTIONS,
+    load_option("ternary_bits", type=click.Choice(["auto", *get_args(TernaryBits)])),
+    load_option("expert_cache"),
+    load_option("expert_device"),
+    load_option("expert_device_bytes", default="auto", show_default=True),
     budget_option,
-    variable_option(
-        "--verify",
-        is_flag=True,
-        help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
-    ),
+    load_option("verify", is_flag=True),
     threads_option,
-    variable_option(
-        "-md",
-        "--model-draft",
-        type=FileName(),
-        help="GGUF file of a draft model or a draft head.",
-    ),
-    variable_option(
-        "--draft",
-        type=DRAFTER,
-        default="auto",
-        show_default=True,
-        help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",
-    ),
-    variable_option(
-        "--draft-device",
-        default="auto",
-        show_default=True,
-        help="Device of a draft model or head: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
-    ),
-    variable_option("--draft-max", type=click.IntRange(0), help="Most draft tokens verified per step.  [default: 31]"),
-    variable_option(
-        "--backend",
-        type=click.Choice(["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]),
-        default="auto",
-        show_default=True,
-        help="What runs the model; auto: native, or llama.cpp for models that native does not run.",
-    ),
-    variable_option(
-        "--fpga-folder",
-        type=FileName(),
-        help="A folder of `edgeinfer export --to fpga`, whose engine and weights --backend fpga-sim takes.",
-    ),
+    model_draft_option,
+    draft_option,
+    load_option("draft_device"),
+    load_option("draft_max", type=click.IntRange(0)),
+    load_option("backend", type=click.Choice(get_args(BackendName))),
+    load_option("fpga_folder", type=FileName()),
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
@@ -296,6 +253,11 @@ def model_options(command: Command) -> Command:
     return _with(command, _MODEL_OPTIONS)
 
 
+def plan_options(command: Command) -> Command:
+    """Adds -c --cache-type and what else of a load a plan depends on as it is; see load_keywords."""
+    return _with(command, _PLAN_OPTIONS)
+
+
 def sampling_options(command: Command) -> Command:
     """Adds -n --temp --top-k and so on; see sampling_given and max_tokens."""
     return _with(command, _SAMPLING_OPTIONS)
@@ -310,29 +272,14 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 def open_engine(flags: dict[str, Any]) -> Engine:
     """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
     from edgeinfer.cli.model_names import find_models
-    from edgeinfer.loading import load
+    from edgeinfer.loading.open import load
 
     check_stdout()
     flags = find_models(flags)
     with warnings_as_notes(), ProgressBar("loading") as bar:
-        engine = load(
-            flags["model"],
-            n_ctx=flags["ctx_size"],
-            n_threads=flags["n_threads"],
-            backend=flags["backend"],
-            cache_type=flags["cache_type"],
-            ternary_bits=flags["ternary_bits"],
-            expert_cache=flags["expert_cache"],
-            expert_device=flags["expert_device"],
-            expert_device_bytes=flags["expert_device_bytes"],
-            draft=draft_of(flags),
-            draft_device=flags["draft_device"],
-            verify=flags["verify"],
-            fpga_folder=flags["fpga_folder"],
-            budget=flags["budget"],
-            progress=bar,
-            **({} if flags["draft_max"] is None else {"draft_max": flags["draft_max"]}),
-        )
+        keywords = load_keywords(flags)
+        keywords["progress"] = bar
+        engine = load(flags["model"], **keywords)
     n_ctx_train = engine.session.spec.n_ctx_train
     if engine.n_ctx > n_ctx_train:
         note(f"the model was trained with {n_ctx_train} tokens of context; past them the text may lose its sense")

@@ -52,7 +52,7 @@ def _named(option: click.Parameter, value: Any) -> Iterator[Path]:
     if isinstance(option.type, OutputName):
         return
     if value is None and isinstance(option, click.Argument):  # then it is the model, and the default one
-        from edgeinfer.loading import default_model
+        from edgeinfer.loading.open import default_model
 
         with suppress(ModelNotFound):
             yield default_model()

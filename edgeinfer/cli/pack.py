@@ -14,7 +14,7 @@ from edgeinfer.errors import UnsupportedModel
 from edgeinfer.files import check_kept, check_writable
 
 if TYPE_CHECKING:
-    from edgeinfer.types import TernaryBits
+    from edgeinfer.settings import TernaryBits
 
 
 @click.command(cls=ModelCommand, model="model")

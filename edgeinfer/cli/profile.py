@@ -11,13 +11,15 @@ import click
 from edgeinfer.cli.board import board_options, check_board_options, profile_board
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
-    DRAFTER,
     FileName,
     OutputName,
-    draft_of,
+    draft_option,
     json_option,
+    load_keywords,
+    load_option,
+    model_draft_option,
+    plan_options,
     threads_option,
-    variable_option,
     warnings_as_notes,
 )
 from edgeinfer.cli.plotting import check_plot
@@ -31,17 +33,14 @@ if TYPE_CHECKING:
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft")
 @click.argument("model", type=FileName(), required=False)
-@variable_option("-c", "--ctx-size", type=click.IntRange(1), help="Context size.  [default: as trained, at most 4096]")
-@variable_option(
-    "--cache-type", default="f16", show_default=True, help="Type of the KV cache, as for `edgeinfer chat`."
+@plan_options
+@load_option(
+    "expert_cache", default=None, show_default=False, metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]"
 )
-@variable_option("--expert-cache", metavar="SIZE|SHARE%", help="Memory for experts.  [default: all]")
-@variable_option(
-    "--draft", type=DRAFTER, default="auto", show_default=True, help="Drafter: auto, none, suffix, recycling or a FILE."
-)
-@variable_option("-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head.")
+@draft_option
+@model_draft_option
 @threads_option
-@variable_option("--backend", type=click.Choice(["auto", "native", "llama.cpp"]), default="auto", show_default=True)
+@load_option("backend", type=click.Choice(["auto", "native", "llama.cpp"]), help=None)
 @click.option(
     "--prompt",
     "prompt_tokens",
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 @click.option("--disk", metavar="RATE", help="Bytes a second of another disk: 1GB/s.")
 @click.option("--fit", metavar="SIZE", help="List the settings that fit into so much memory, best first.")
 @click.option("--plot", type=OutputName(), help="Plot memory over context and speed over memory to a PNG file.")
-@click.option("--verify", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
+@click.option("--verify", "check", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
 @board_options
 @json_option
 @click.pass_context
@@ -93,19 +92,14 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
     with warnings_as_notes():
         return run(
             model,
-            n_ctx=flags["ctx_size"],
-            n_threads=flags["n_threads"],
-            backend=flags["backend"],
-            cache_type=flags["cache_type"],
-            expert_cache=flags["expert_cache"],
-            draft=draft_of(flags),
             memory=flags["memory"],
             bandwidth=flags["bandwidth"],
             compute=flags["compute"],
             disk=flags["disk"],
             fit=flags["fit"],
             prompt_tokens=flags["prompt_tokens"],
-            check=flags["verify"],
+            check=flags["check"],
+            **load_keywords(flags),
         )
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.profiler.fit import BEST, Fitting
+from edgeinfer.profiler.fit import BEST, Fitted
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.report import AtCache, AtContext, Profile
 from edgeinfer.profiler.speed import Speed
@@ -148,7 +148,7 @@ def _fit_lines(found: Profile) -> Iterator[str]:
         yield f"{len(fit) - _MOST_FITTING} more are in --json."
 
 
-def _fit_row(row: Fitting, is_of_experts: bool) -> list[str]:
+def _fit_row(row: Fitted, is_of_experts: bool) -> list[str]:
     settings = row.settings
     named = [settings.draft] if isinstance(settings.draft, str) else settings.draft
     draft = ", ".join(os.path.basename(name) for name in named)

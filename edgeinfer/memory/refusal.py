@@ -10,9 +10,9 @@ from typing import get_args
 from edgeinfer.arguments import human_bytes
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.memory.budget import Ledger, Purpose
+from edgeinfer.memory.fit import Fitting, S, largest_n_ctx
 from edgeinfer.memory.limit import Limit
-from edgeinfer.memory.planner import Fitting, LoadSettings, largest_n_ctx
-from edgeinfer.types import CacheType
+from edgeinfer.settings import CacheType
 
 # Of a weight, in the smallest format that a whole model is quantised to and that the native engine runs (Q2_K).
 _LEAST_BITS = 2.625
@@ -30,7 +30,7 @@ class FileSizes:
     n_weights: int
 
 
-def refusal(file: FileSizes, settings: LoadSettings, fitting: Fitting, limit: Limit) -> BudgetExceeded:
+def refusal(file: FileSizes, settings: S, fitting: Fitting[S], limit: Limit) -> BudgetExceeded:
     """The error for a model that does not fit. settings: with the least of everything."""
     try:
         ledger = fitting.ledger_of(settings)
@@ -55,7 +55,7 @@ def _table(ledger: Ledger, n_ctx: int) -> str:
     return ", ".join(lines)
 
 
-def _proposals(file: FileSizes, settings: LoadSettings, fitting: Fitting, ledger: Ledger | None) -> Iterator[str]:
+def _proposals(file: FileSizes, settings: S, fitting: Fitting[S], ledger: Ledger | None) -> Iterator[str]:
     """What would fit, one change at a time."""
     if n_ctx := largest_n_ctx(settings, fitting):
         yield f"n_ctx {n_ctx} fits (-c {n_ctx})"
@@ -73,7 +73,7 @@ def _joined(proposals: Sequence[str] | Iterator[str]) -> str:
     return no_n_ctx + "; ".join(found)
 
 
-def _fitting_cache_type(settings: LoadSettings, fitting: Fitting) -> CacheType | None:
+def _fitting_cache_type(settings: S, fitting: Fitting[S]) -> CacheType | None:
     """The largest cache type with which the settings fit, None if there is none."""
     found: list[tuple[int, CacheType]] = []
     for cache_type in get_args(CacheType):

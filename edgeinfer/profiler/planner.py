@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from edgeinfer.backend_choice import PlannedModel, choose_target
 from edgeinfer.errors import UnsupportedModel
-from edgeinfer.load_ledger import ledger_of, process_of
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading import plan
+from edgeinfer.loading.backend_choice import choose_target
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.memory.planner import LoadSettings
-from edgeinfer.memory.process import Process
+from edgeinfer.memory.fit import Fitting
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
-from edgeinfer.types import CacheType, ExpertSizes, MemoryPlan
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """How a model is loaded, as far as memory and speed depend on it.
-
-    draft: "auto", "none", or what LoadOptions.drafter_names gives.  expert_cache: bytes, None for all in memory.
-    """
-
-    n_ctx: int
-    cache_type: CacheType = "f16"
-    draft: str | tuple[str, ...] = "auto"
-    expert_cache: int | None = None
-    n_batch: int = 512
+from edgeinfer.types import ExpertSizes, MemoryPlan
 
 
 @dataclass(frozen=True)
@@ -61,7 +47,10 @@ class Planned:
 
 
 class Planner:
-    """Plans of a file on the backend that would load it. What the process takes is measured at the first; closed."""
+    """Plans of a file on the backend that would load it. What the process takes is measured at the first; closed.
+
+    wanted: what would be loaded; its batch may be larger than its context, as other contexts are planned with it.
+    """
 
     def __init__(self, file: ModelFile, options: LoadOptions) -> None:
         if is_draft_head(file):
@@ -70,12 +59,8 @@ class Planner:
         self._n_tokens = Tokenizer.size_in(file)
         self._target = choose_target(file, options)
         self._draft_max = options.draft_max
-        self._choices: dict[str | tuple[str, ...], DraftChoice | None] = {}
-        self._process: Process | None = None
-        self._known: dict[ProfileSettings, Planned] = {}
-        wanted = self._target.wanted
-        draft = options.drafter_names()
-        self.wanted = ProfileSettings(wanted.n_ctx, wanted.cache_type, draft, wanted.expert_cache, options.n_batch)
+        self._plans = plan.Planner(self._target, self._find)
+        self.wanted = replace(self._target.wanted, n_batch=options.n_batch)
 
     @property
     def backend(self) -> str:
@@ -102,41 +87,33 @@ class Planner:
         """What the experts take, None for a model without any, or a backend without a cache of them."""
         return self._target.sizes
 
-    def planned(self, settings: ProfileSettings) -> Planned:
+    def planned(self, settings: LoadSettings) -> Planned:
         """The plan for settings. Raises InvalidArgument for a cache that the model cannot have."""
-        if settings not in self._known:
-            self._known[settings] = self._plan(settings)
-        return self._known[settings]
+        planned = self._plans.planned(settings)
+        return Planned(planned.model.plan, planned.ledger, _drafters_of(planned.drafters))
+
+    def fitting(self, budget: int) -> Fitting[LoadSettings]:
+        """Plans against a budget."""
+        return Fitting(lambda settings: self.planned(settings).ledger, budget)
 
     def close(self) -> None:
         """Close the files of draft models and heads."""
-        for choice in self._choices.values():
-            if choice is not None:
-                choice.close()
+        self._plans.close()
 
-    def _plan(self, settings: ProfileSettings) -> Planned:
-        n_batch = min(settings.n_batch, settings.n_ctx)
-        asked = LoadSettings(settings.n_ctx, n_batch, settings.cache_type, settings.expert_cache)
-        planned = self._target.planned(asked)
-        choice = self._choice(settings.draft, planned)
-        drafts = None if choice is None else choice.plan(planned.plan, asked)
-        self._process = self._process or process_of(self._target, choice)
-        return Planned(planned.plan, ledger_of(planned, drafts, self._process), _drafters_of(drafts))
+    def _find(self, draft: str | tuple[str, ...]) -> DraftChoice | None:
+        """What can draft, opened; None where nothing may. An engine only warns of a file that it goes on without.
 
-    def _choice(self, draft: str | tuple[str, ...], planned: PlannedModel) -> DraftChoice | None:
-        """What can draft, opened once. Raises ModelFileError for a file that is no model, or that cannot draft here."""
-        if draft not in self._choices:
-            self._choices[draft] = None if draft == "none" else self._opened(draft, planned)
-        return self._choices[draft]
-
-    def _opened(self, draft: str | tuple[str, ...], planned: PlannedModel) -> DraftChoice | None:
-        """What can draft, None where nothing may. An engine only warns of a file that it goes on without."""
+        Raises ModelFileError for a file that is no model, or that cannot draft here.
+        """
+        if draft == "none":
+            return None
         named = None if draft == "auto" else drafters_named(draft)[1]
         if named is not None:
             ModelFile.open(named).close()
         if not self._draft_max or not self.is_native:
             return None
-        found = find_drafters(draft, self.file, self._n_tokens, planned.plan, self.n_threads, "cpu", self._draft_max)
+        wanted = self._target.planned(self._target.wanted).plan
+        found = find_drafters(draft, self.file, self._n_tokens, wanted, self.n_threads, "cpu", self._draft_max)
         if named is not None and found.dropped:
             found.close()
             raise UnsupportedModel(f"{named} cannot draft for this model: {'; '.join(found.dropped.values())}")

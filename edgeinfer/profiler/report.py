@@ -12,16 +12,17 @@ from edgeinfer.arguments import check_flag, check_integer, shown
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
-from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
+from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.profiler.fit import BEST, Fitting, by_budget, fitting
+from edgeinfer.profiler.fit import BEST, Fitted, by_budget, fitting
 from edgeinfer.profiler.hits import HitRate, hit_rates, shares_of
 from edgeinfer.profiler.machine import Machine, Wishes, described, measure_disk, this_machine
 from edgeinfer.profiler.passes import Passes, Work, expected_passes, trial_times
-from edgeinfer.profiler.planner import Planned, Planner, ProfileSettings, contexts_up_to
+from edgeinfer.profiler.planner import Planned, Planner, contexts_up_to
 from edgeinfer.profiler.speed import Speed, SpeedModel
+from edgeinfer.settings import LoadSettings
 from edgeinfer.sizes import parse_amount
 from edgeinfer.types import ExpertSizes
 
@@ -65,7 +66,7 @@ class Profile:
     path: Path
     backend: str
     n_ctx_train: int
-    settings: ProfileSettings
+    settings: LoadSettings
     machine: Machine
     budget: int
     planned: Planned
@@ -73,9 +74,9 @@ class Profile:
     speeds: SpeedModel
     contexts: Sequence[AtContext]
     caches: Sequence[AtCache] = ()
-    budgets: Sequence[Fitting] = ()
+    budgets: Sequence[Fitted] = ()
     fit_budget: int | None = None
-    fit: Sequence[Fitting] | None = None
+    fit: Sequence[Fitted] | None = None
     verification: Verification | None = None
 
     @property
@@ -216,7 +217,7 @@ class _Profiler:
         )
 
     def _speed_of(
-        self, settings: ProfileSettings, planned: Planned, n_past: int = 0, n_prompt: int | None = None
+        self, settings: LoadSettings, planned: Planned, n_past: int = 0, n_prompt: int | None = None
     ) -> Speed:
         n_prompt = min(self._prompt_tokens, settings.n_ctx) if n_prompt is None else n_prompt
         return self._speeds.speed(settings, planned, n_past, n_prompt)
@@ -232,7 +233,7 @@ class _Profiler:
                 rows.append(AtContext(planned.ledger, n_ctx, self._speed_of(settings, planned, n_ctx, n_ctx)))
         return rows
 
-    def _budgets(self) -> list[Fitting]:
+    def _budgets(self) -> list[Fitted]:
         """What more memory gains, for the context that was asked for and others."""
         planner, settings = self._planner, self._settings
         most = planner.spec.n_ctx_train
@@ -242,7 +243,7 @@ class _Profiler:
             found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._behind_half)
         return found
 
-    def _behind_half(self, settings: ProfileSettings, planned: Planned) -> Speed:
+    def _behind_half(self, settings: LoadSettings, planned: Planned) -> Speed:
         """The speed in the middle of a context."""
         return self._speed_of(settings, planned, settings.n_ctx // 2)
 
@@ -268,5 +269,5 @@ def _at_context(row: AtContext) -> dict[str, Any]:
     return {"n_ctx": row.n_ctx, "ledger": row.ledger.as_json(), "speed": asdict(row.speed)}
 
 
-def _fitting(row: Fitting) -> dict[str, Any]:
+def _fitting(row: Fitted) -> dict[str, Any]:
     return asdict(row) | {"expected_tokens_per_second": row.expected}

@@ -9,8 +9,8 @@ from typing import Literal
 from edgeinfer.profiler.hits import HitRate, union_of
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.passes import Passes, Work
-from edgeinfer.profiler.planner import Planned, ProfileSettings
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
+from edgeinfer.profiler.planner import Planned
+from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
 
 _RATE_OF_A_MODEL = 0.7  # share of a draft model's tokens that are accepted, where nothing says otherwise
 
@@ -58,7 +58,7 @@ class SpeedModel:
     machine: Machine
     hit_rate: Callable[[int], HitRate] | None = None
 
-    def speed(self, settings: ProfileSettings, planned: Planned, n_past: int, prompt_tokens: int) -> Speed:
+    def speed(self, settings: LoadSettings, planned: Planned, n_past: int, prompt_tokens: int) -> Speed:
         """The speed with a plan. n_past: tokens before those that are generated."""
         hits = None
         if settings.expert_cache is not None and self.hit_rate is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.gguf.file_types import name_of_file_type
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.profiler.planner import Planner

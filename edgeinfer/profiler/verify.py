@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from edgeinfer import errors
 from edgeinfer.backends.driver_probe import interpreter
 from edgeinfer.errors import BackendLost, EdgeInferError
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Item, Ledger
 
 if TYPE_CHECKING:

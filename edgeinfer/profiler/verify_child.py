@@ -31,8 +31,8 @@ def main() -> None:
 
 def _measure(asked: dict[str, Any]) -> dict[str, Any]:
     from edgeinfer.backends.native.busy import Busy
-    from edgeinfer.load_options import LoadOptions
-    from edgeinfer.loading import load
+    from edgeinfer.loading.open import load
+    from edgeinfer.loading.options import LoadOptions
 
     options = asked["options"]
     if isinstance(options["draft"], list):

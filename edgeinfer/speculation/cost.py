@@ -14,8 +14,9 @@ from statistics import median
 
 import numpy as np
 
-MAX_TOKENS = 32  # of a batch whose cost is known
-DEFAULT_DRAFT_MAX = MAX_TOKENS - 1
+from edgeinfer.settings import DEFAULT_DRAFT_MAX
+
+MAX_TOKENS = DEFAULT_DRAFT_MAX + 1  # of a batch whose cost is known
 
 _CONTEXT_STEP = 32  # tokens of context after which the curve is computed anew
 _MIN_PASSES = 64  # observed, before the curve is worth keeping

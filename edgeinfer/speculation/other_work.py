@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-import psutil  # type: ignore[import-untyped]
+from edgeinfer.devices import busy_seconds
 
 MOST_SHARE = 0.1  # of a core that others may use while costs are measured which are to be kept
 _TICK = 0.02  # seconds of the kernel's clock that may be counted wrongly
@@ -47,8 +47,5 @@ class OtherWork:
     @staticmethod
     def _clocks() -> tuple[float, float, float]:
         """Seconds: of the clock, of all cores in use, and of these by this process."""
-        times = psutil.cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # counted as user time already
         own = os.times()
-        return time.perf_counter(), sum(times) - idle - guests, own.user + own.system
+        return time.perf_counter(), busy_seconds(), own.user + own.system

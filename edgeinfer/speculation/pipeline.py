@@ -9,9 +9,10 @@ from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import ChainLengthRule
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel
+from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel

@@ -16,6 +16,7 @@ from edgeinfer import devices
 from edgeinfer.errors import BackendUnavailable, InvalidArgument
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class DraftBackend(Protocol):
     """The backend of a device: a Backend, or one for heads."""
 
-    def plan(self, model: ModelFile, spec: Any, n_ctx: int, n_batch: int = ..., n_threads: int = ...) -> MemoryPlan:
+    def plan(self, model: ModelFile, spec: Any, settings: LoadSettings) -> MemoryPlan:
         """See Backend.plan."""
         ...
 

@@ -10,13 +10,13 @@ from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.library.names import find_model
-from edgeinfer.memory.planner import DraftPlaces, LoadSettings
+from edgeinfer.memory.fit import DraftPlaces
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
 from edgeinfer.signal_handlers import is_from_handler
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
@@ -102,7 +102,7 @@ class DraftChoice:
         return self.file is not None and self.file.path.parent == heads_folder()
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
-        """Values of LoadSettings.tables, the largest tables first, down to the least that are of use, and to none."""
+        """Values of FitSettings.tables, the largest tables first, down to the least that are of use, and to none."""
         if not self.free:
             return [0]
         steps = 0
@@ -111,7 +111,7 @@ class DraftChoice:
         return [*range(steps + 1), None]
 
     def table_sizes(self, n_ctx: int, tables: int | None) -> dict[str, int]:
-        """Tokens or rows of the tables by drafter, see LoadSettings.tables."""
+        """Tokens or rows of the tables by drafter, see FitSettings.tables."""
         if tables is None:
             return {}
         most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
@@ -122,7 +122,7 @@ class DraftChoice:
         return _table_bytes(self.table_sizes(n_ctx, tables), n_ctx)
 
     def place_steps(self) -> list[DraftPlaces]:
-        """Values of LoadSettings.draft: everywhere, without devices that use main memory, only elsewhere, nowhere."""
+        """Values of FitSettings.places: everywhere, without devices that use main memory, only elsewhere, nowhere."""
         if self.file is None:
             return ["all"]
         steps: list[DraftPlaces] = ["all"]
@@ -132,15 +132,18 @@ class DraftChoice:
             steps.append("own memory")
         return [*steps, "none"]
 
-    def plan(self, plan: MemoryPlan, settings: LoadSettings) -> DraftPlan:
-        """The drafters beside a target with that plan. Raises EdgeInferError where the file cannot be used with it."""
-        tables = self.table_sizes(plan.n_ctx, settings.tables)
-        planned = DraftPlan(tables, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
+    def plan(self, plan: MemoryPlan, tables: int | None = 0, places: DraftPlaces = "all") -> DraftPlan:
+        """The drafters beside a target with that plan. Raises EdgeInferError where the file cannot be used with it.
+
+        tables, places: see FitSettings.
+        """
+        sizes = self.table_sizes(plan.n_ctx, tables)
+        planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
         planned.dropped.update(self.dropped)
-        n_bytes = _table_bytes(tables, plan.n_ctx)
-        if self.file is not None and settings.draft != "none":
-            self._plan_file(planned, self.file, plan, settings.draft)
-        if plan.expert_cache is not None and (tables or planned.file is not None):
+        n_bytes = _table_bytes(sizes, plan.n_ctx)
+        if self.file is not None and places != "none":
+            self._plan_file(planned, self.file, plan, places)
+        if plan.expert_cache is not None and (sizes or planned.file is not None):
             # It comes with drafters and an expert cache.
             layers = experts_in(read_spec(self.target))
             n_bytes += ExpertForecast.memory(len(layers) * max(layers.values(), default=0))
@@ -153,16 +156,15 @@ class DraftChoice:
         if isinstance(self.spec, HeadSpec):
             own, extra = _head_parts(file, self.spec, plan, self.n_threads, self.n_vocab)
         else:
-            own = NativeBackend(for_drafts=True, resident=True).plan(
-                file, self.spec, plan.n_ctx, plan.n_batch, self.n_threads
-            )
+            backend = NativeBackend(for_drafts=True, resident=True)
+            own = backend.plan(file, self.spec, _sizes_of(plan, self.n_threads))
             n_vocab = max(self.n_vocab, self.spec.n_vocab) if has_draft_vocab(file) else 0
             extra = ModelDrafter.memory(n_vocab)
         planned.file, planned.spec = file, self.spec
         planned.plan = None if where == "own memory" else own
         for place in self.places:
             if where == "all" or not place.shares_memory:
-                there = place.backend.plan(file, self.spec, plan.n_ctx, plan.n_batch)
+                there = place.backend.plan(file, self.spec, _sizes_of(plan))
                 planned.places.append((place, there))
         choices = [_parts_of(there, extra) for place, there in planned.places if place.shares_memory]
         if planned.plan is not None:
@@ -267,7 +269,12 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
     if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
         # A head is so small that the CPU is done before another device has answered.
         _add_places(found, file, found.spec, plan, draft_device)
-    found.plan(plan, LoadSettings(plan.n_ctx, plan.n_batch))
+    found.plan(plan)
+
+
+def _sizes_of(plan: MemoryPlan, n_threads: int = 1) -> LoadSettings:
+    """What a draft model or a head beside a target with that plan is given: as long a context, and as large a batch."""
+    return LoadSettings(plan.n_ctx, n_batch=plan.n_batch, n_threads=n_threads)
 
 
 def _check_on_cpu(file: ModelFile, draft_device: str) -> None:
@@ -288,7 +295,7 @@ def _head_parts(
     file: ModelFile, head: HeadSpec, plan: MemoryPlan, n_threads: int, n_vocab: int
 ) -> tuple[MemoryPlan, dict[str, int]]:
     """The plan of a head on the CPU, and bytes of its drafter."""
-    own = plan_head(file, head, plan.n_ctx, min(plan.n_batch, _HEAD_BATCH), n_threads)
+    own = plan_head(file, head, _sizes_of(plan, n_threads).with_batch(_HEAD_BATCH))
     n_rows = 0 if head.features is None else head.features.n_rows
     extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits)
     extra["rows"] += kept_bytes(head)
@@ -307,7 +314,7 @@ def _add_places(
     for place in listed:
         try:
             place = _for_heads(place, found.target) if isinstance(spec, HeadSpec) else place
-            place.backend.plan(file, spec, plan.n_ctx, plan.n_batch)
+            place.backend.plan(file, spec, _sizes_of(plan))
         except EdgeInferError as error:
             found.dropped[place.name] = str(error)
         else:

@@ -43,7 +43,7 @@ class TurnAuthor(ABC, Author):
 
     @override
     def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
-        """See Author.write. A text for each turn of a request, with all that went before it."""
+        """A text for each turn of a request, with all that went before it."""
         messages: list[list[dict[str, str]]] = [[] for _ in requests]
         texts: list[list[TrainingText]] = [[] for _ in requests]
         params = [request.params for request in requests]

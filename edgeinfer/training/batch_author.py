@@ -147,7 +147,7 @@ class BatchAuthor(TurnAuthor):
 
     @override
     def _groups(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
-        """See TurnAuthor: sorted, so that little is padded where some are read at a time."""
+        """Sorted by length, so that little is padded where some are read at a time."""
         group: list[Asked] = []
         for each in sorted(asked, key=lambda each: len(each[1])):
             n_bytes = (len(group) + 1) * KVCache.bytes_of(self._target.spec, self._n_ctx(len(each[1])))

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer import devices, loading
+from edgeinfer import devices
 from edgeinfer.engine import Engine
 from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.file_identity import Sources
 from edgeinfer.files import write_whole
+from edgeinfer.loading.open import load
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head
 from edgeinfer.models.formats import dequantize, quantize
@@ -133,7 +134,7 @@ def distill(
         spec = read_spec(file)
         n_rows = tree_rows(spec, settings.context)
         run = opened.enter_context(
-            loading.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+            load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
         )
         is_first = workers.rank == 0
         opened.enter_context(Sources(file.paths).unchanged())

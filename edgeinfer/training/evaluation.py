@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from edgeinfer import loading
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.engine import Engine
 from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.loading.open import load
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
 from edgeinfer.models.formats import dequantize
@@ -57,7 +57,7 @@ def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, repor
         n_rows = tree_rows(judge.spec, settings.context)
         n_threads = settings.n_threads
         run = opened.enter_context(
-            loading.load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
+            load(target, n_ctx=n_rows, n_batch=n_rows, n_threads=n_threads, backend="native", draft="none")
         )
         torch.set_num_threads(run.device.n_threads)
         work = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-")))

@@ -41,6 +41,7 @@ from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.overriding import override
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.cross_vocabulary import has_vocabulary_of
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device, Features
@@ -172,7 +173,7 @@ class DraftHead(Drafter):
         n = n_depths * max((len(text.tokens) for text in texts), default=8)
         with rounded_file(self._source, held, roundings, {}) as file:
             spec = read_head_beside(file, self._target.file, self._target.model.spec)
-            plan = plan_head(file, spec, n, n, self._device.n_threads)
+            plan = plan_head(file, spec, LoadSettings(n, n_batch=n, n_threads=self._device.n_threads))
             head = load_head(file, spec, self._target.model, plan, self._device)
         try:
             yield head

@@ -20,6 +20,7 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.open import costs_of
 from edgeinfer.types import Device
@@ -103,7 +104,7 @@ def open_target(path: Path, device: Device) -> Iterator[MeasuredTarget]:
     backend = NativeBackend()
     with open_source(path) as source, model_file_of(source) as file:
         spec, n_ctx = read_spec(file), max(answer_context(file), _MOST_TEXT) + MAX_TOKENS
-        plan = backend.plan(file, spec, n_ctx, N_BATCH, device.n_threads)
+        plan = backend.plan(file, spec, LoadSettings(n_ctx, n_batch=N_BATCH, n_threads=device.n_threads))
         model = backend.load(file, spec, plan, device)
         try:
             session = model.session()

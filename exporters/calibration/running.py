@@ -17,6 +17,7 @@ from edgeinfer.backends.native.session import NativeSession
 from edgeinfer.errors import BudgetExceeded, NumericalError
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
@@ -34,7 +35,7 @@ def native_model(file: ModelFile, n_ctx: int, n_threads: int | None = None, besi
     """
     backend = NativeBackend(packed=False, tuned=False)
     spec, n_threads = read_draft_spec(file), n_threads or devices.default_n_threads()
-    plan = backend.plan(file, spec, n_ctx, min(n_ctx, N_BATCH), n_threads)
+    plan = backend.plan(file, spec, LoadSettings(n_ctx, n_batch=min(n_ctx, N_BATCH), n_threads=n_threads))
     n_bytes = plan.use.total + beside
     if n_bytes > (available := devices.available_memory()):
         raise BudgetExceeded(f"running it needs {human_bytes(n_bytes)}, available are {human_bytes(available)}")

@@ -23,6 +23,7 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features
 
 
@@ -71,7 +72,7 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     spec = read_head_beside(head, target, read_spec(target))
     rows, chosen = target_rows(model, tokens, spec)
     n_threads, n = devices.default_n_threads(), len(tokens) - 1
-    plan = plan_head(head, spec, n, N_BATCH, n_threads)
+    plan = plan_head(head, spec, LoadSettings(n, n_batch=N_BATCH, n_threads=n_threads))
     opened = load_head(head, spec, model, plan, Device(n_threads))
     found = []
     try:

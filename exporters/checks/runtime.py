@@ -19,6 +19,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 # On most models no two tokens of the answer are nearly as likely.
@@ -85,7 +86,8 @@ def run_greedily(file: ModelFile, n_tokens: int = N_TOKENS, template: str | None
     stops = Tokenizer.from_file(file).stop_ids
     backend, spec, n_ctx = NativeBackend(tuned=False), read_spec(file), len(prompt) + n_tokens
     n_threads = devices.default_n_threads()
-    model = backend.load(file, spec, backend.plan(file, spec, n_ctx, n_threads=n_threads), Device(n_threads))
+    plan = backend.plan(file, spec, LoadSettings(n_ctx, n_threads=n_threads))
+    model = backend.load(file, spec, plan, Device(n_threads))
     tokens: list[int] = []
     rows: list[NDArray[np.float32]] = []
     try:

@@ -18,6 +18,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -52,11 +53,11 @@ class ShortConv:
 @pytest.mark.parametrize("role", ["mixer", "ffn"])
 def test_a_block_of_an_unknown_kind_is_refused_by_name(kind: Kind, file: ModelFile, role: str) -> None:
     spec, backend = read_spec(file), backend_of(kind)
-    name, plan = kind.split()[0], backend.plan(file, spec, 64)
+    name, plan = kind.split()[0], backend.plan(file, spec, LoadSettings(64))
     other = with_block(spec, role, ShortConv(96))
     message = f"layers.1.{role} is a block ShortConv, which the {name} backend cannot run; it runs Attention, Dense"
     with pytest.raises(UnsupportedModel, match=message):
-        backend.plan(file, other, 64)
+        backend.plan(file, other, LoadSettings(64))
     with pytest.raises(UnsupportedModel, match=message):
         backend.load(file, other, plan, Device(1))
 
@@ -70,10 +71,10 @@ def test_an_unknown_field_of_a_known_block_is_refused_by_name(
     asked, unasked = with_field(block, field, "blk.1.further.weight"), with_field(block, field, None)
     for each in (asked, unasked):  # as if the class itself had got the field
         monkeypatch.setitem(known_to(kind), type(each), known_to(kind)[type(block)])
-    plan = backend.plan(file, with_block(spec, role, unasked), 64)
+    plan = backend.plan(file, with_block(spec, role, unasked), LoadSettings(64))
     message = f"layers.1.{role} has {field}, which the {kind.split()[0]} backend does not know"
     with pytest.raises(UnsupportedModel, match=message):
-        backend.plan(file, with_block(spec, role, asked), 64)
+        backend.plan(file, with_block(spec, role, asked), LoadSettings(64))
     with pytest.raises(UnsupportedModel, match=message):
         backend.load(file, with_block(spec, role, asked), plan, Device(1))
 
@@ -86,14 +87,14 @@ def test_experts_and_attention_sinks_are_refused_by_name(kind: Kind, file: Model
         ("mixer", sinks, f"layers.1.mixer has sinks, which the {name} backend does not know"),
     ]:
         with pytest.raises(UnsupportedModel, match=message):
-            backend.plan(file, with_block(spec, role, block), 64)
+            backend.plan(file, with_block(spec, role, block), LoadSettings(64))
 
 
 def test_attention_from_rows_of_another_length_is_refused(kind: Kind, file: ModelFile) -> None:
     spec = read_spec(file)
     wide = with_block(spec, "mixer", replace(spec.layers[1].mixer, n_in=192))
     with pytest.raises(UnsupportedModel, match="layers.1.mixer attends from rows of 192 numbers, .* the model's 96"):
-        backend_of(kind).plan(file, wide, 64)
+        backend_of(kind).plan(file, wide, LoadSettings(64))
 
 
 def test_an_unknown_field_of_the_front_of_a_head_is_refused_by_name(
@@ -106,7 +107,7 @@ def test_an_unknown_field_of_the_front_of_a_head_is_refused_by_name(
         known = opencl_blocks.FRONTS if kind == "opencl" else onnx_blocks.OF_HEADS
         monkeypatch.setitem(known, type(front), known[type(spec.front)])
         with pytest.raises(UnsupportedModel, match="front has bias, which the"):
-            backend.plan(head, replace(spec, front=front), 64)
+            backend.plan(head, replace(spec, front=front), LoadSettings(64))
 
 
 def test_each_layer_has_its_own_heads_rotation_window_and_activation(
@@ -128,14 +129,20 @@ def test_each_layer_has_its_own_heads_rotation_window_and_activation(
     other = with_block(with_block(spec, "mixer", mixer), "ffn", replace(spec.layers[1].ffn, activation="relu2"))
     tokens, found = some_tokens(rng, 40), []
     for backend in (backend_of(kind), ReferenceBackend()):
-        session = backend.load(file, other, backend.plan(file, other, 64, 16), Device(1)).session()
+        session = backend.load(
+            file, other, backend.plan(file, other, LoadSettings(64, n_batch=16)), Device(1)
+        ).session()
         session.forward(tokens[:20])
         session.commit(range(20))
         of_tree = session.forward(tokens[20:26], [-1, 0, 0, 1, 1, 2], logits="all").logits
         session.commit([0, 2, 5])  # rows that move in the caches of both shapes
         found.append(np.concatenate([of_tree, session.forward(tokens[26:], logits="all").logits]))
     assert difference(*found) < 1e-3
-    plain = backend_of(kind).load(file, spec, backend_of(kind).plan(file, spec, 64, 16), Device(1)).session()
+    plain = (
+        backend_of(kind)
+        .load(file, spec, backend_of(kind).plan(file, spec, LoadSettings(64, n_batch=16)), Device(1))
+        .session()
+    )
     assert difference(plain.forward(tokens[:26], logits="all").logits[20:], found[0][:6]) > 0.1
 
 

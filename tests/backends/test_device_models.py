@@ -14,6 +14,7 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -21,7 +22,7 @@ from edgeinfer.types import Device
 def model(kind: Kind, tmp_path: Path) -> Model:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "gemma2", "F32")) as file:
         backend, spec = backend_of(kind), read_spec(file)
-        return backend.load(file, spec, backend.plan(file, spec, 128, 16), Device(1))
+        return backend.load(file, spec, backend.plan(file, spec, LoadSettings(128, n_batch=16)), Device(1))
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def head_model(kind: Kind, tmp_path: Path) -> HeadModel:
     target = write_tiny_model(tmp_path / "m.gguf", "llama", "F32")
     with ModelFile.open(write_tiny_head(tmp_path / "h.gguf", target)) as head, ModelFile.open(target) as file:
         backend, spec = head_backend_of(kind, file), read_head_beside(head, file, read_spec(file))
-        loaded: HeadModel = backend.load(head, spec, backend.plan(head, spec, 128, 16), Device(1))
+        loaded: HeadModel = backend.load(head, spec, backend.plan(head, spec, LoadSettings(128, n_batch=16)), Device(1))
         return loaded
 
 
@@ -134,7 +135,7 @@ def test_a_session_whose_rotations_are_not_those_of_the_graph_is_refused(kind: K
     path = write_tiny_model(tmp_path / "m.gguf", "phi3", "F32", rope_freqs=True, metadata=keys)
     with ModelFile.open(path) as file:
         backend, spec = backend_of(kind), read_spec(file)
-        model = backend.load(file, spec, backend.plan(file, spec, 128), Device(1))
+        model = backend.load(file, spec, backend.plan(file, spec, LoadSettings(128)), Device(1))
     assert model.session(65).n_ctx == 65
     with pytest.raises(InvalidArgument, match="64 positions has other rotations than the graph, .* made for 128"):
         model.session(64)
@@ -147,7 +148,12 @@ def test_on_opencl_each_session_has_the_rotations_of_its_length(kind: Kind, tmp_
     tokens = np.arange(30, dtype=np.int32)
     with ModelFile.open(path) as file:
         backend, spec = backend_of(kind), read_spec(file)
-        both = backend.load(file, spec, backend.plan(file, spec, 128), Device(1))
-        short = backend.load(file, spec, backend.plan(file, spec, 64), Device(1)).session().forward(tokens).logits
+        both = backend.load(file, spec, backend.plan(file, spec, LoadSettings(128)), Device(1))
+        short = (
+            backend.load(file, spec, backend.plan(file, spec, LoadSettings(64)), Device(1))
+            .session()
+            .forward(tokens)
+            .logits
+        )
     assert difference(both.session(64).forward(tokens).logits, short) < 1e-6
     assert difference(both.session(65).forward(tokens).logits, short) > 1e-2

@@ -21,6 +21,7 @@ from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, Shape
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, Features, TokenIds
 
 
@@ -54,10 +55,12 @@ def heads_of(
     spec = read_head_beside(file, model, of_target)
 
     def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHeadSession:
-        plan = NativeBackend().plan(model, of_target, 256, 64, n_threads)
+        plan = NativeBackend().plan(model, of_target, LoadSettings(256, n_batch=64, n_threads=n_threads))
         device = Device(n_threads, isa)
         loaded = NativeBackend().load(model, of_target, plan, device)
-        return load_head(file, spec, loaded, plan_head(file, spec, 256, n_batch, n_threads), device).session()
+        return load_head(
+            file, spec, loaded, plan_head(file, spec, LoadSettings(256, n_batch=n_batch, n_threads=n_threads)), device
+        ).session()
 
     return Heads(
         native,
@@ -111,7 +114,7 @@ def test_the_reference_of_eagle3_heads_equals_llama_cpp(
     with ModelFile.open(head) as file, ModelFile.open(path) as model:
         spec, of_target = read_head(file), read_spec(model)
         backend, device = ReferenceBackend(), Device(1)
-        session = backend.load(model, of_target, backend.plan(model, of_target, 64), device).session()
+        session = backend.load(model, of_target, backend.plan(model, of_target, LoadSettings(64)), device).session()
         out = session.forward(tokens[:-1], hidden=spec.taps)
         theirs = llama_cpp_layer_inputs(llama_cpp, path, tokens[:-1], layers)
         assert out.hidden is not None and np.abs(out.hidden - theirs).max() < 1e-2 * np.abs(theirs).max()
@@ -131,8 +134,8 @@ def test_what_an_eagle3_head_may_have_equals_the_reference(tmp_path: Path, optio
     head = write_tiny_eagle3(tmp_path / "head.gguf", path, **options)  # type: ignore[arg-type]
     with ModelFile.open(head) as file, ModelFile.open(path) as model:
         spec, of_target = read_head(file), read_spec(model)
-        plan, device = NativeBackend().plan(model, of_target, 256, 64, 2), Device(2)
-        of_head = plan_head(file, spec, 256, 16, 2)
+        plan, device = NativeBackend().plan(model, of_target, LoadSettings(256, n_batch=64, n_threads=2)), Device(2)
+        of_head = plan_head(file, spec, LoadSettings(256, n_batch=16, n_threads=2))
         native = load_head(file, spec, NativeBackend().load(model, of_target, plan, device), of_head, device).session()
         reference = open_reference_head(file, spec, model, of_target, 256, "int8")
         assert native.memory().weights == of_head.use.weights
@@ -165,7 +168,10 @@ def test_a_head_with_a_gate_combines_rows_of_several_layers_as_the_reference_doe
     ours, theirs = (head.forward(tokens, features[:3], logits="all").logits for head in (native, reference))
     assert np.abs(ours - theirs).max() < 3e-2 * np.abs(theirs).max()
     with ModelFile.open(tmp_path / "head.gguf") as file:
-        assert native.memory().weights == plan_head(file, read_head(file), 256, 64, 2).use.weights
+        assert (
+            native.memory().weights
+            == plan_head(file, read_head(file), LoadSettings(256, n_batch=64, n_threads=2)).use.weights
+        )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +263,7 @@ def test_a_head_holds_what_was_planned_and_shares_the_targets_embeddings(tmp_pat
     heads = heads_of(tmp_path, "Q8_0", 1)
     head = heads.native()
     with ModelFile.open(tmp_path / "head.gguf") as file:
-        plan = plan_head(file, read_head(file), 256, 64, 2)
+        plan = plan_head(file, read_head(file), LoadSettings(256, n_batch=64, n_threads=2))
     tokens, features = heads.rows(255)
     head.forward(tokens, features)
     page = 1 << 21  # as in test_native

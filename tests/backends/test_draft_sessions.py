@@ -19,6 +19,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
@@ -146,7 +147,7 @@ def test_the_default_model_chooses_as_the_native_engine_does(default_model: Path
         assert engine.generate("The capital of France is", max_tokens=3, temperature=0).text.startswith(" Paris")
     with ModelFile.open(default_model) as file:
         native, spec = NativeBackend(), read_spec(file)
-        session = native.load(file, spec, native.plan(file, spec, 256), Device(2)).session()
+        session = native.load(file, spec, native.plan(file, spec, LoadSettings(256)), Device(2)).session()
         theirs = session.forward(tokens, logits="all").logits
     clear = clear_choices(theirs)
     assert clear.sum() > 30

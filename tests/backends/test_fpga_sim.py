@@ -19,6 +19,7 @@ from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 if not is_there("verilator"):
@@ -63,7 +64,7 @@ def logits_of(backend: NativeBackend | FpgaSimBackend, path: Path, tokens: np.nd
     """Of all tokens; what was planned is what is held."""
     with ModelFile.open(path) as file:
         spec = backend.read_spec(file)
-        plan = backend.plan(file, spec, 64, 64, 1)
+        plan = backend.plan(file, spec, LoadSettings(64, n_batch=64, n_threads=1))
         model = backend.load(file, spec, plan, Device(1))
         use = model.memory()
         assert (use.weights, use.activations) == (plan.use.weights, plan.use.activations)

@@ -30,6 +30,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Features, TokenIds
@@ -209,7 +210,7 @@ def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path)
         ModelFile.open(write_tiny_eagle3(tmp_path / "h.gguf", target)) as file,
         pytest.raises(UnsupportedModel, match="EAGLE-3 heads .*: run them on the native engine"),
     ):
-        head_backend_of(kind, model).plan(file, read_head(file), 256)
+        head_backend_of(kind, model).plan(file, read_head(file), LoadSettings(256))
 
 
 def test_another_thread_can_stop_a_pass(heads: Heads) -> None:
@@ -252,7 +253,7 @@ def test_the_plan_is_what_a_head_on_opencl_takes(
     with ModelFile.open(heads.head) as file, ModelFile.open(heads.target) as model:
         of_target = read_spec(model)
         spec = read_head_beside(file, model, of_target)
-        plan = OpenCLHeadBackend(opencl_device.info, model, of_target).plan(file, spec, 100, 32)
+        plan = OpenCLHeadBackend(opencl_device.info, model, of_target).plan(file, spec, LoadSettings(100, n_batch=32))
         device = OpenCLDevice(opencl_device.info)
         n_before = device.n_allocated
         head = OpenCLHeadModel(file, spec, model, of_target, plan, device).session()

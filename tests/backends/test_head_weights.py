@@ -21,6 +21,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 TYPES = [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0]
@@ -101,11 +102,11 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
         assert spec.decoder == of_stored.decoder
         if type == GGMLType.Q8_0:  # what the target has
             assert_array_equal(ours.data("output.weight"), theirs.data("output.weight"))
-        plan = NativeBackend().plan(model, of_target, 64, 64, 2)
+        plan = NativeBackend().plan(model, of_target, LoadSettings(64, n_batch=64, n_threads=2))
         loaded = NativeBackend().load(model, of_target, plan, Device(2))
         found = []
         for n_threads in (2, 1):
-            of_head = plan_head(ours, spec, 64, 64, n_threads)
+            of_head = plan_head(ours, spec, LoadSettings(64, n_batch=64, n_threads=n_threads))
             head = load_head(ours, spec, loaded, of_head, Device(n_threads))
             assert head.memory().weights == of_head.use.weights
             found.append(head.session().forward(tokens, features, logits="all").logits)
@@ -145,8 +146,15 @@ def test_rows_are_made_a_few_at_a_time_and_packed_as_they_come(target: Path, mon
     def logits_of(head: ModelFile, model: ModelFile) -> np.ndarray:
         of_target = read_spec(model)
         spec = read_head_beside(head, model, of_target)
-        loaded = NativeBackend().load(model, of_target, NativeBackend().plan(model, of_target, 64, 64, 1), Device(1))
-        opened = load_head(head, spec, loaded, plan_head(head, spec, 64, 64, 1), Device(1))
+        loaded = NativeBackend().load(
+            model,
+            of_target,
+            NativeBackend().plan(model, of_target, LoadSettings(64, n_batch=64, n_threads=1)),
+            Device(1),
+        )
+        opened = load_head(
+            head, spec, loaded, plan_head(head, spec, LoadSettings(64, n_batch=64, n_threads=1)), Device(1)
+        )
         found = opened.session().forward([5, 80], np.ones((2, 256), dtype=np.float32), logits="all").logits
         opened.close()
         loaded.close()

@@ -16,6 +16,7 @@ from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 
 N_CTX = 2**31 - 1
 GIB = 1 << 30
@@ -25,7 +26,8 @@ CHILD = """
 import json, resource, sys
 import edgeinfer
 from edgeinfer import devices
-from edgeinfer.backend_choice import open_backend
+from edgeinfer.loading.backend_choice import open_backend
+from edgeinfer.settings import LoadSettings
 
 backend, paths, options = json.loads(sys.argv[1])
 devices.available_memory = lambda: 1 << 30
@@ -89,7 +91,9 @@ def test_the_longest_context_takes_more_than_half_of_it(models: dict[str, Path])
     """Numbers near the largest int do not wrap around."""
     backend = NativeBackend()
     with ModelFile.open(models["plain"]) as file:
-        longest, half = (backend.plan(file, read_spec(file), n_ctx).use.kv_cache for n_ctx in (N_CTX, 1 << 30))
+        longest, half = (
+            backend.plan(file, read_spec(file), LoadSettings(n_ctx)).use.kv_cache for n_ctx in (N_CTX, 1 << 30)
+        )
     assert longest == pytest.approx(2 * half, rel=1e-6)
 
 

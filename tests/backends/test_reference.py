@@ -37,6 +37,7 @@ from edgeinfer.errors import ContextOverflow, Interrupted, InvalidArgument, Shap
 from edgeinfer.models import Attention, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_ffn, each_mixer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 IN_LLAMA_CPP = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]
@@ -47,7 +48,7 @@ def open_session(path: Path, n_ctx: int = 64, activations: Activations = "float3
     backend = ReferenceBackend(activations)
     with ModelFile.open(path) as model:
         spec = read_spec(model)
-        return backend.load(model, spec, backend.plan(model, spec, n_ctx), Device(n_threads=1)).session()
+        return backend.load(model, spec, backend.plan(model, spec, LoadSettings(n_ctx)), Device(n_threads=1)).session()
 
 
 def logits_of(session: ReferenceSession, tokens: ArrayLike) -> NDArray[np.float32]:
@@ -471,7 +472,7 @@ def test_the_plan_is_what_the_session_holds(tiny_llama: Path) -> None:
     backend = ReferenceBackend()
     with ModelFile.open(tiny_llama) as model:
         spec = read_spec(model)
-        plan = backend.plan(model, spec, 48, 16)
+        plan = backend.plan(model, spec, LoadSettings(48, n_batch=16))
         shares: list[float] = []
         use = backend.load(model, spec, plan, Device(1), shares.append).session().memory()
     assert use == plan.use and (plan.n_ctx, plan.n_batch) == (48, 16)
@@ -485,9 +486,11 @@ def test_an_unsupported_tensor_type_is_refused_by_name(tmp_path: Path) -> None:
     with ModelFile.open(path) as model:
         spec = read_spec(model)
         with pytest.raises(UnsupportedModel, match=message):
-            ReferenceBackend().plan(model, spec, 64)
+            ReferenceBackend().plan(model, spec, LoadSettings(64))
         with pytest.raises(UnsupportedModel, match=message):
-            ReferenceBackend().load(model, spec, MemoryPlan(64, 64, MemoryUse(0, 0, 0)), Device(1))
+            ReferenceBackend().load(
+                model, spec, MemoryPlan(LoadSettings(64, n_batch=64), MemoryUse(0, 0, 0)), Device(1)
+            )
 
 
 @pytest.mark.parametrize(
@@ -834,7 +837,10 @@ def test_every_part_of_a_recipe_shows_in_the_logits(
     with ModelFile.open((RECIPES | LARGE)[recipe].write(tmp_path)) as model:
         spec = read_spec(model)
         specs = (spec, change(spec))
-        sessions = [backend.load(model, each, backend.plan(model, each, 64), Device(1)).session() for each in specs]
+        sessions = [
+            backend.load(model, each, backend.plan(model, each, LoadSettings(64)), Device(1)).session()
+            for each in specs
+        ]
     right, wrong = (session.forward(tokens, logits="all").logits for session in sessions)
     assert np.sqrt(np.mean((right - wrong) ** 2)) > 5e-3 * right.std()
 

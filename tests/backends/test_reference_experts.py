@@ -19,6 +19,7 @@ from edgeinfer.backends.reference_experts import chances, choose
 from edgeinfer.backends.reference_math import attend, clamped_swiglu, sigmoid
 from edgeinfer.models import Experts, Layer, ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Floats = NDArray[np.float32]
@@ -46,7 +47,7 @@ def open_session(
     backend = ReferenceBackend(activations)
     with ModelFile.open(path) as model:
         spec = change(read_spec(model))
-        return backend.load(model, spec, backend.plan(model, spec, n_ctx), Device(n_threads=1)).session()
+        return backend.load(model, spec, backend.plan(model, spec, LoadSettings(n_ctx)), Device(n_threads=1)).session()
 
 
 def logits_of(path: Path, tokens: ArrayLike, **options: Any) -> Floats:
@@ -183,7 +184,7 @@ def test_the_plan_tells_what_the_experts_take(tmp_path: Path) -> None:
         backend = ReferenceBackend()
         with ModelFile.open(path) as model:
             spec = read_spec(model)
-            plan = backend.plan(model, spec, 64)
+            plan = backend.plan(model, spec, LoadSettings(64))
             use = backend.load(model, spec, plan, Device(1)).session().memory()
         assert use == plan.use and use.experts == 4 * 2 * 8 * 3 * 64 * 96  # layers, experts, matrices
         assert use.total == use.weights + use.kv_cache + use.activations + use.experts

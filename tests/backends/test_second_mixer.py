@@ -23,7 +23,8 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import Architecture, Reader
 from edgeinfer.models.spec import StateKind
 from edgeinfer.profiler.passes import Passes, Work
-from edgeinfer.types import CacheType, Device
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device
 
 N = 48  # numbers of the mean
 
@@ -120,7 +121,7 @@ def session(path: Path) -> ReferenceSession:
 def _session(path: Path, n_batch: int = 512) -> ReferenceSession:
     file, backend = ModelFile.open(path), ReferenceBackend()
     spec = backend.read_spec(file)
-    return backend.load(file, spec, backend.plan(file, spec, 64, n_batch), Device(1)).session()
+    return backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_batch=n_batch)), Device(1)).session()
 
 
 def _tokens(n: int) -> NDArray[np.int32]:
@@ -178,7 +179,7 @@ def test_the_engine_generates_with_it(path: Path) -> None:
 def test_its_cost_is_in_the_profile(path: Path) -> None:
     file = ModelFile.open(path)
     spec = read_spec(file)
-    plan = ReferenceBackend().plan(file, spec, 64)
+    plan = ReferenceBackend().plan(file, spec, LoadSettings(64))
     attention, mean = spec.layers[0], spec.layers[1]
     network = 3 * 96 * 288
     assert Work.of(file, spec, plan).multiply_adds == (
@@ -191,6 +192,6 @@ def test_its_cost_is_in_the_profile(path: Path) -> None:
 def test_other_backends_refuse_it_by_name(path: Path) -> None:
     file = ModelFile.open(path)
     with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer is a block RunningMean, which the native"):
-        NativeBackend().plan(file, read_spec(file), 64)
+        NativeBackend().plan(file, read_spec(file), LoadSettings(64))
     with pytest.raises(UnsupportedModel, match="must be Attention: found a block RunningMean"):
         attention_of(read_spec(file).layers[1])

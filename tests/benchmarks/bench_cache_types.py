@@ -28,7 +28,8 @@ from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.types import CacheType, Device
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device
 
 N_CTX, N_BATCH, N_UNSEEN, N_PAST, N_ASKED = 2048, 512, 128, 1960, 24
 TYPES: tuple[CacheType, ...] = get_args(CacheType)
@@ -139,7 +140,10 @@ def milliseconds(sessions: Sessions, rounds: int) -> dict[str, float]:
 def bench(path: Path, n_threads: int, n_windows: int, rounds: int) -> dict[str, Any]:
     with ModelFile.open(path) as file:
         spec, backend, tokenizer = read_spec(file), NativeBackend(), Tokenizer.from_file(file)
-        plans = {kind: backend.plan(file, spec, N_CTX, N_BATCH, n_threads, kind) for kind in TYPES}
+        plans = {
+            kind: backend.plan(file, spec, LoadSettings(N_CTX, n_batch=N_BATCH, n_threads=n_threads, cache_type=kind))
+            for kind in TYPES
+        }
         model = backend.load(file, spec, plans["f16"], Device(n_threads))
         sessions = {kind: model.session(cache_type=kind) for kind in TYPES}
         results: dict[str, Any] = {

@@ -32,6 +32,7 @@ from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Text = tuple[list[int], list[int]]  # prompt and answer
@@ -56,7 +57,12 @@ def opened(path: Path, most_logits: int = weights.DRAFT_TOKENS) -> tuple[NativeM
     with ModelFile.open(path) as file:
         spec, n_threads = read_draft_spec(file), devices.default_n_threads()
         backend = NativeBackend(for_drafts=True, resident=True)
-        model = backend.load(file, spec, backend.plan(file, spec, 1024, 128, n_threads), Device(n_threads))
+        model = backend.load(
+            file,
+            spec,
+            backend.plan(file, spec, LoadSettings(1024, n_batch=128, n_threads=n_threads)),
+            Device(n_threads),
+        )
         ids = draft_vocab_of(file, spec.n_vocab)
     return model, np.arange(model.spec.n_logits) if ids is None else ids
 

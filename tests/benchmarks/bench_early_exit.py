@@ -45,6 +45,7 @@ from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextS
 from edgeinfer.backends.reference_math import Floats, scale
 from edgeinfer.models import ModelSpec, TensorRows, dense_of, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.types import Device
@@ -88,7 +89,9 @@ def opened(file: ModelFile, spec: ModelSpec, layers: Sequence[int], n_threads: i
         assert isinstance(spec.output, str)
         part = replace(part, n_logits=DRAFT_TOKENS, output=TensorRows(spec.output, 0, DRAFT_TOKENS))
     backend = NativeBackend(packed=False)
-    return backend.load(file, part, backend.plan(file, part, N_CTX, 512, n_threads), Device(n_threads)).session()
+    return backend.load(
+        file, part, backend.plan(file, part, LoadSettings(N_CTX, n_batch=512, n_threads=n_threads)), Device(n_threads)
+    ).session()
 
 
 class Skipping(ReferenceModel):
@@ -119,7 +122,9 @@ class Skipping(ReferenceModel):
 def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Sequence[int]]) -> list[float]:
     """How often the most likely token of each set of layers is the answers', behind the answers so far."""
     backend = ReferenceBackend("int8")
-    model = Skipping(spec, backend.plan(file, spec, N_CTX), backend.read_weights(file, spec.tensor_shapes()))
+    model = Skipping(
+        spec, backend.plan(file, spec, LoadSettings(N_CTX)), backend.read_weights(file, spec.tensor_shapes())
+    )
     session = model.session()
     right = [0] * len(sets)
     for ids, begin in zip(texts.ids, texts.begins, strict=True):

@@ -35,6 +35,7 @@ from edgeinfer.backends.native import MachineLimits, NativeBackend, best_isa
 from edgeinfer.bench import work_of_a_token
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_BATCH = 512
@@ -55,7 +56,7 @@ class Ours:
         self.file = ModelFile.open(path)
         spec = read_spec(self.file)
         backend = NativeBackend()
-        plan = backend.plan(self.file, spec, len(tokens), N_BATCH, n_threads)
+        plan = backend.plan(self.file, spec, LoadSettings(len(tokens), n_batch=N_BATCH, n_threads=n_threads))
         self.session = backend.load(self.file, spec, plan, Device(n_threads)).session()
         self.behind = tokens[n_context:]
         self.session.forward(tokens[:n_context], logits=[])

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
 import edgeinfer
-from edgeinfer import expert_device
 from edgeinfer.engine import Engine
-from edgeinfer.expert_device import device_named
+from edgeinfer.loading import expert_device
+from edgeinfer.loading.expert_device import device_named
 from edgeinfer.offload.routing import NONE, Routing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

@@ -25,6 +25,7 @@ from edgeinfer.backends.base import Rows, run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8)
@@ -51,7 +52,7 @@ def bench(path: Path, n_threads: int, rounds: int, n_context: int) -> dict[str, 
     rng = np.random.default_rng(1)
     with ModelFile.open(path) as file:
         spec, backend = read_spec(file), NativeBackend()
-        plan = backend.plan(file, spec, n_context + 16, 128, n_threads)
+        plan = backend.plan(file, spec, LoadSettings(n_context + 16, n_batch=128, n_threads=n_threads))
         model = backend.load(file, spec, plan, Device(n_threads))
         sessions = [model.session() for _ in range(max(SIZES))]
         for session in sessions:

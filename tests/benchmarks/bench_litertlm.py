@@ -34,6 +34,7 @@ from edgeinfer.exporters.request import Request
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
@@ -43,7 +44,7 @@ PROMPT, N_DECODED = " ".join(["word"] * 100), 64
 
 def engine_logits(file: ModelFile, tokens: list[int], backend: Any) -> Logits:
     spec = read_spec(file)
-    model = backend.load(file, spec, backend.plan(file, spec, len(tokens)), Device(2))
+    model = backend.load(file, spec, backend.plan(file, spec, LoadSettings(len(tokens))), Device(2))
     try:
         return np.array(model.session().forward(np.array(tokens, np.int32), logits="all").logits)
     finally:

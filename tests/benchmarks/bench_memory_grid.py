@@ -126,7 +126,7 @@ def write_model(path: Path, shape: Shape) -> None:
 def model_of(cell: Cell, folder: Path, smollm2: Path | None) -> Path:
     """The file of a cell, which is written if it is not there."""
     if cell.model == "smollm2":
-        from edgeinfer.loading import default_model
+        from edgeinfer.loading.open import default_model
 
         path = default_model() if smollm2 is None else smollm2
     else:

@@ -37,9 +37,10 @@ from edgeinfer.backends.opencl import (
     measure_ways,
 )
 from edgeinfer.devices import default_n_threads
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.candidates import draft_candidates
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
 from edgeinfer.types import Device
@@ -142,7 +143,7 @@ def measure(model: str, head: str | None, device_index: int | None, rounds: int)
         backends = {"opencl": OpenCLBackend(info), "native": NativeBackend()}
         for name, backend in backends.items():
             spec = backend.read_spec(file)
-            loaded = backend.load(file, spec, backend.plan(file, spec, 256), Device(default_n_threads()))
+            loaded = backend.load(file, spec, backend.plan(file, spec, LoadSettings(256)), Device(default_n_threads()))
             session = loaded.session()
             tokens = np.random.default_rng(1).integers(0, spec.n_vocab, N_PAST).astype(np.int32)
             result[f"{name}_passes"] = passes(session, tokens, rounds)
@@ -155,7 +156,7 @@ def measure(model: str, head: str | None, device_index: int | None, rounds: int)
                 of_target = read_spec(file)
                 spec = read_head_beside(of_head, file, of_target)
                 heads = OpenCLHeadBackend(info, file, of_target)
-                opened = heads.load(of_head, spec, heads.plan(of_head, spec, 256), Device(1))
+                opened = heads.load(of_head, spec, heads.plan(of_head, spec, LoadSettings(256)), Device(1))
             result["opencl_head_drafted"] = drafted_levels(opened.session(), rounds)
             opened.close()
     for shape in TERNARY_SHAPES:

@@ -32,7 +32,7 @@ from edgeinfer.backends.base import Session
 from edgeinfer.bench import TIMELINE_PROMPT
 from edgeinfer.cli.plotting import draw_timeline
 from edgeinfer.engine import Engine
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.drafters.base import CostlyDrafter
 from edgeinfer.speculation.drafters.overlapped import overlapped

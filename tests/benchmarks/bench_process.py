@@ -25,6 +25,7 @@ from edgeinfer.backends.llama_cpp.library import open_library
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.passes import Passes
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_CTX = 512
@@ -36,7 +37,10 @@ def by_session(path: Path, n_threads: int) -> Callable[[int], None]:
     backend = LlamaCppBackend()
     with ModelFile.open(path) as file:
         session = backend.load(
-            file, None, backend.plan(file, None, N_CTX, N_CTX, n_threads), Device(n_threads)
+            file,
+            None,
+            backend.plan(file, None, LoadSettings(N_CTX, n_batch=N_CTX, n_threads=n_threads)),
+            Device(n_threads),
         ).session()
 
     def step(n_past: int) -> None:

@@ -54,7 +54,7 @@ from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tre
 import edgeinfer  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.sampling import SamplingParams  # noqa: E402
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter  # noqa: E402
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter  # noqa: E402

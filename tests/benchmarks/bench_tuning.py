@@ -26,6 +26,7 @@ from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.tuning import AROUND_L3, MOST_TOKENS, Prefetch, Search, Trials
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_CONTEXT, N_BATCH = 64, 128
@@ -92,7 +93,7 @@ def compare(session: NativeSession, choices: Mapping[str, Streams], rounds: int)
 def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> dict[str, Any]:
     with ModelFile.open(path) as file:
         spec, backend = read_spec(file), NativeBackend(tuned=False)
-        plan = backend.plan(file, spec, 2 * N_BATCH, N_BATCH, n_threads)
+        plan = backend.plan(file, spec, LoadSettings(2 * N_BATCH, n_batch=N_BATCH, n_threads=n_threads))
         session = backend.load(file, spec, plan, Device(n_threads)).session()
         decoder = session.model.tuned(N_BATCH)
         known = {n: Prefetch(*decoder.prefetch(False, n)) for n in SIZES}

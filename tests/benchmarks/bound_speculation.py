@@ -31,7 +31,8 @@ from machine import machine
 
 import edgeinfer
 from edgeinfer.engine import Engine
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, MAX_TOKENS
+from edgeinfer.settings import DEFAULT_DRAFT_MAX
+from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter

@@ -48,8 +48,8 @@ def run(job: Job) -> dict[str, Any]:
 def least_of(job: Job) -> int:
     """Bytes that a load needs at least, as its refusal says it."""
     from edgeinfer.errors import BudgetExceeded
-    from edgeinfer.load_options import LoadOptions
-    from edgeinfer.load_plan import plan_load
+    from edgeinfer.loading.options import LoadOptions
+    from edgeinfer.loading.plan import plan_load
     from edgeinfer.models.gguf import ModelFile
 
     with ModelFile.open(job.path) as file:

@@ -22,7 +22,8 @@ from edgeinfer.backends.native import NativeBackend, NativeSession, available_is
 from edgeinfer.models import read_spec  # noqa: E402
 from edgeinfer.models.gguf import ModelFile  # noqa: E402
 from edgeinfer.models.tokenizer import Tokenizer  # noqa: E402
-from edgeinfer.types import CacheType, Device  # noqa: E402
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device  # noqa: E402
 
 
 def check(path: Path, n_tokens: int, cache_type: CacheType) -> dict[str, bool]:
@@ -35,7 +36,9 @@ def check(path: Path, n_tokens: int, cache_type: CacheType) -> dict[str, bool]:
         backend = NativeBackend()
 
         def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 512) -> NativeSession:
-            plan = backend.plan(file, spec, 1024, n_batch, n_threads, cache_type)
+            plan = backend.plan(
+                file, spec, LoadSettings(1024, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
+            )
             return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
         results = {}

@@ -30,7 +30,8 @@ from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa
 
 import edgeinfer  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
-from edgeinfer.speculation.cost import DEFAULT_DRAFT_MAX, CostModel  # noqa: E402
+from edgeinfer.settings import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.speculation.cost import CostModel  # noqa: E402
 from edgeinfer.speculation.drafters.base import Drafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 

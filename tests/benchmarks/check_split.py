@@ -20,7 +20,8 @@ import numpy as np
 from machine import machine
 from text import LICENSE_TEXT
 
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
+from edgeinfer.settings import LoadSettings
 
 TEXT = LICENSE_TEXT[8000:]
 
@@ -47,7 +48,7 @@ def by_native(path: Path, n_tokens: int, n_threads: int) -> tuple[np.ndarray, np
     with ModelFile.open(path) as file:
         tokens = np.array(Tokenizer.from_file(file).encode(TEXT)[:n_tokens], np.int32)
         spec, backend = read_spec(file), NativeBackend(tuned=False, packed=False)
-        plan = backend.plan(file, spec, n_tokens, n_tokens, n_threads)
+        plan = backend.plan(file, spec, LoadSettings(n_tokens, n_batch=n_tokens, n_threads=n_threads))
         session = backend.load(file, spec, plan, Device(n_threads)).session()
         logits: np.ndarray = session.forward(tokens, logits="all").logits
         session.close()

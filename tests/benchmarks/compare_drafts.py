@@ -27,6 +27,7 @@ from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_d
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_CTX, STEP, DEVICE = 512, 10, Device(2)
@@ -65,8 +66,14 @@ def compared_heads(
     """A head on the native engine and by the backend `others`, on the features that the target gives for the texts."""
     with ModelFile.open(path) as head:
         spec = read_head_beside(head, file, read_spec(file))
-        native = load_head(head, spec, target, plan_head(head, spec, N_CTX, 128, DEVICE.n_threads), DEVICE).session()
-        other = others.load(head, spec, others.plan(head, spec, N_CTX, 128), DEVICE).session()
+        native = load_head(
+            head,
+            spec,
+            target,
+            plan_head(head, spec, LoadSettings(N_CTX, n_batch=128, n_threads=DEVICE.n_threads)),
+            DEVICE,
+        ).session()
+        other = others.load(head, spec, others.plan(head, spec, LoadSettings(N_CTX, n_batch=128)), DEVICE).session()
     rows: list[list[Logits]] = [[], []]
     for text in texts:
         hidden = target.session().forward(text, hidden=True).hidden
@@ -98,8 +105,8 @@ def main() -> None:
         others, of_heads, device = backends(arguments.backend, arguments.device, file, spec)
         ids = np.array(Tokenizer.from_file(file).encode(SAMPLE_TEXT)[: arguments.tokens], dtype=np.int32)
         texts = [ids[first : first + N_CTX] for first in range(0, len(ids), N_CTX)]
-        target = native.load(file, spec, native.plan(file, spec, N_CTX), DEVICE)
-        other = others.load(file, spec, others.plan(file, spec, N_CTX), DEVICE)
+        target = native.load(file, spec, native.plan(file, spec, LoadSettings(N_CTX)), DEVICE)
+        other = others.load(file, spec, others.plan(file, spec, LoadSettings(N_CTX)), DEVICE)
         rows = [[in_steps(model.session(), text) for text in texts] for model in (target, other)]
         other.close()
         report: dict[str, Any] = {"model": compared(*map(np.concatenate, rows))}

@@ -27,6 +27,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
@@ -37,7 +38,9 @@ def ours(path: Path, text: str, n_tokens: int) -> tuple[list[int], Logits]:
         spec = read_spec(file)
         tokens = Tokenizer.from_file(file).encode(text)[:n_tokens]
         backend = NativeBackend()
-        session = backend.load(file, spec, backend.plan(file, spec, n_tokens, 512, 2), Device(2)).session()
+        session = backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(n_tokens, n_batch=512, n_threads=2)), Device(2)
+        ).session()
         logits = run_text(session, tokens, logits="all").logits
         session.close()
     return tokens, logits

@@ -11,6 +11,7 @@ from typing import Any
 from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, MemoryPlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -40,11 +41,12 @@ def plan_model(path: Path, n_ctx: int, n_batch: int, n_threads: int, expert_cach
         return planned(backend, file, n_ctx, n_batch, n_threads, expert_cache)
 
 
-def planned(backend: Any, file: ModelFile, *sizes: int | None) -> MemoryPlan:
-    """The plan of an open file. sizes: n_ctx, n_batch, n_threads, and bytes of the cache or None."""
-    *of_session, expert_cache = sizes
-    limit = {} if expert_cache is None else {"expert_cache": expert_cache}
-    plan: MemoryPlan = backend.plan(file, read_spec(file), *of_session, **limit)
+def planned(
+    backend: Any, file: ModelFile, n_ctx: int, n_batch: int, n_threads: int, expert_cache: int | None
+) -> MemoryPlan:
+    """The plan of an open file. expert_cache: bytes, None for all experts in memory."""
+    settings = LoadSettings(n_ctx, n_batch=n_batch, n_threads=n_threads, expert_cache=expert_cache)
+    plan: MemoryPlan = backend.plan(file, read_spec(file), settings)
     return plan
 
 

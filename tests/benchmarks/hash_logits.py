@@ -18,6 +18,7 @@ import numpy as np
 from edgeinfer.backends.native import NativeBackend, available_isas
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 PARENTS = [-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11]
@@ -61,7 +62,9 @@ def main() -> None:
             spec = read_spec(file)
             for isa in options.isa or available_isas():
                 for cache_type in ("f16", "q8_0", "k6v4"):
-                    plan = backend.plan(file, spec, 256, 64, options.threads, cache_type)
+                    plan = backend.plan(
+                        file, spec, LoadSettings(256, n_batch=64, n_threads=options.threads, cache_type=cache_type)
+                    )
                     loaded: Any = backend.load(file, spec, plan, Device(options.threads, isa))
                     session = loaded.session() if hasattr(loaded, "session") else loaded  # versions before models
                     for what, bits in hashes(session):

@@ -43,7 +43,7 @@ def mapped(path: Path) -> int:
 def load(path: Path, draft: str, n_ctx: int, expert_cache: str | None) -> dict[str, float | str]:
     """Figures of one load in this process."""
     import edgeinfer
-    import edgeinfer.loading
+    import edgeinfer.loading.open
     from edgeinfer.backends.base import run_text
 
     imported = status()["VmRSS"]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from late import Late  # noqa: E402

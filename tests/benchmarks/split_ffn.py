@@ -25,7 +25,7 @@ import numpy as np
 from llama_nodes import N_BATCH, Llama, Node, watching
 from text import LICENSE_TEXT, SAMPLE_TEXT
 
-from edgeinfer.loading import default_model
+from edgeinfer.loading.open import default_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from late import Late  # noqa: E402

@@ -13,10 +13,11 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_ledger, load_plan
 from edgeinfer.cli import main
 from edgeinfer.errors import BudgetExceeded
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading import ledger as load_ledger
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.process import Process, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 

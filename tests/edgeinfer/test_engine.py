@@ -20,9 +20,8 @@ from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import backend_choice, devices, loading
+from edgeinfer import devices
 from edgeinfer import engine as engine_module
-from edgeinfer.backend_choice import open_backend
 from edgeinfer.backends.checks import common_length
 from edgeinfer.errors import (
     BackendUnavailable,
@@ -37,6 +36,9 @@ from edgeinfer.errors import (
     TokenizerError,
     UnsupportedModel,
 )
+from edgeinfer.loading import backend_choice
+from edgeinfer.loading import open as loading
+from edgeinfer.loading.backend_choice import open_backend
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.stream import StopStrings

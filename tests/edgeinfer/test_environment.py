@@ -172,8 +172,8 @@ def test_a_closed_input_without_a_message_is_a_usage_error(machine, arguments, m
 def test_what_is_meant_for_a_closed_stream_goes_to_no_file_that_is_opened_later(machine):
     code = f"""
 import os
-import edgeinfer.loading
-load = edgeinfer.loading.load
+import edgeinfer.loading.open
+load = edgeinfer.loading.open.load
 def load_and_keep(*arguments, **options):
     with open("kept", "wb", buffering=0) as file:
         for descriptor in (1, 2):
@@ -185,7 +185,7 @@ def load_and_keep(*arguments, **options):
         assert os.read(0, 1) == b""
         file.write(b"kept")
     return load(*arguments, **options)
-edgeinfer.loading.load = load_and_keep
+edgeinfer.loading.open.load = load_and_keep
 edgeinfer.cli.options.check_stdout = lambda: None
 {MAIN}
 """

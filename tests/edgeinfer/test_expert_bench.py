@@ -10,11 +10,12 @@ from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import cli, expert_bench, load_plan
+from edgeinfer import cli, expert_bench
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.expert_bench import measure_caches
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import plan_model
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import plan_model
 from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.policies import PassRecency, count_hits

@@ -9,11 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import backend_choice, devices, load_plan
+from edgeinfer import devices
 from edgeinfer.cli.answering import as_record, expert_lines, figures
 from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import plan_model
+from edgeinfer.loading import backend_choice
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import plan_model
 from edgeinfer.memory.budget import Item, ledger
 from edgeinfer.memory.process import Process
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
@@ -37,9 +39,9 @@ class CachingBackend:
     def expert_sizes(self, model, spec):
         return SIZES
 
-    def plan(self, model, spec, n_ctx, n_batch=512, n_threads=1, cache_type="f16", expert_cache=None):
-        experts = SIZES.total if expert_cache is None else expert_cache + MIB
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(100 * MIB, n_ctx << 10, 0, 0, experts), expert_cache=expert_cache)
+    def plan(self, model, spec, settings):
+        experts = SIZES.total if settings.expert_cache is None else settings.expert_cache + MIB
+        return MemoryPlan(settings, MemoryUse(100 * MIB, settings.n_ctx << 10, 0, 0, experts))
 
     def load(self, *arguments):
         raise AssertionError("not loaded")
@@ -49,8 +51,8 @@ class PlainBackend:
     name = "reference"
     read_spec = CachingBackend.read_spec
 
-    def plan(self, model, spec, n_ctx, n_batch=512, n_threads=1, cache_type="f16"):
-        return MemoryPlan(n_ctx, n_batch, MemoryUse(1100 * MIB, 0, 0))
+    def plan(self, model, spec, settings):
+        return MemoryPlan(settings, MemoryUse(1100 * MIB, 0, 0))
 
     def load(self, *arguments):
         raise AssertionError("not loaded")

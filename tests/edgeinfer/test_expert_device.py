@@ -12,13 +12,13 @@ from tiny_experts import ExpertArchitecture, write_tiny_experts
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import expert_device
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
 from edgeinfer.engine import Engine
 from edgeinfer.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
-from edgeinfer.expert_device import plan_tier
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import plan_model
+from edgeinfer.loading import expert_device
+from edgeinfer.loading.expert_device import plan_tier
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import plan_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.tier import DeviceTier

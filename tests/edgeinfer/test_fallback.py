@@ -19,10 +19,10 @@ from peer import clear_choices, llama_cpp_logits
 from tiny_models import quantize, write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_plan
 from edgeinfer.backends.llama_cpp import backend as backend_module
 from edgeinfer.cli import main
 from edgeinfer.errors import BackendUnavailable, BudgetExceeded, ContextOverflow, InvalidGGUF, UnsupportedModel
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 
 PROMPT = "hello world, there is the one"

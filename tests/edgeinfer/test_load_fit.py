@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from stretched import stretched_model
 
-from edgeinfer import load_plan
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Tensor, layout
 from edgeinfer.exporters.source import GgufSource
-from edgeinfer.load_fit import weight_bytes_that_fit
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.weight_size import weight_bytes_that_fit
 from edgeinfer.memory.process import Process
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -24,8 +24,7 @@ N_VOCAB, N_CTX = 8192, 256
 
 @pytest.fixture(autouse=True)
 def same_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (load_plan, planner):
-        monkeypatch.setattr(module, "process_of", lambda *_: Process(40_000_000, 0))
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(40_000_000, 0))
 
 
 def model(path: Path, tied: bool) -> Path:

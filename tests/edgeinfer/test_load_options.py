@@ -1,5 +1,6 @@
 """What can be said about loading: each field checked once, and the keywords of `load` the same fields."""
 
+import inspect
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_type_hints
@@ -9,9 +10,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import loading
+from edgeinfer.cli.chat import chat
+from edgeinfer.cli.generate import generate
+from edgeinfer.cli.options import load_keywords
 from edgeinfer.errors import InvalidArgument
-from edgeinfer.load_options import LoadKeywords, LoadOptions
+from edgeinfer.loading import open as loading
+from edgeinfer.loading.options import LoadKeywords, LoadOptions
+from edgeinfer.settings import LoadSettings, PlanKeywords, PlanOptions, options_of, variable_of
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,43 @@ def test_the_keywords_of_load_are_the_fields():
     assert {field.name for field in fields(LoadOptions)} == set(LoadKeywords.__annotations__)
     with pytest.raises(TypeError, match="n_ctxx"):
         edgeinfer.load("/nowhere.gguf", n_ctxx=3)
+
+
+def test_each_field_is_an_option_that_is_described_beside_it():
+    options = options_of(LoadOptions)
+    assert set(options) == {field.name for field in fields(LoadOptions)}
+    text = " ".join(inspect.getdoc(LoadOptions).split())
+    assert all(about.text and f"{name}: {' '.join(about.text.split())}" in text for name, (_, about) in options.items())
+    assert {name for name, (_, about) in options.items() if not about.flags} == {"n_batch", "progress"}
+
+
+@pytest.mark.parametrize("command", [chat, generate])
+def test_the_flags_of_a_command_are_those_that_the_options_have(command):
+    flags = {parameter.name: parameter for parameter in command.params}
+    for name, (_, about) in options_of(LoadOptions).items():
+        if about.flags:
+            flag = flags[name]
+            assert (set(flag.opts), flag.help, flag.metavar) == (set(about.flags), about.help, about.metavar)
+            assert flag.envvar == variable_of(*about.flags)
+        else:
+            assert name not in flags
+
+
+@pytest.mark.parametrize("command", [chat, generate])
+def test_flags_that_are_not_given_ask_for_what_the_options_are_by_default(command, monkeypatch):
+    for _, about in options_of(LoadOptions).values():
+        if about.flags:
+            monkeypatch.delenv(variable_of(*about.flags), raising=False)
+    flags = command.make_context("edgeinfer", []).params
+    assert LoadOptions(**load_keywords(flags)) == LoadOptions(expert_device_bytes="auto")  # None says the same
+
+
+def test_what_a_plan_is_made_for_are_options_with_their_values():
+    settings = LoadSettings.of(LoadOptions(n_batch=7, cache_type="q8_0"), 64, n_threads=2)
+    assert settings == LoadSettings(64, n_batch=7, n_threads=2, cache_type="q8_0")
+    assert LoadOptions(**vars(settings)).n_batch == 7
+    assert {field.name for field in fields(PlanOptions)} == set(PlanKeywords.__annotations__)
+    assert vars(replace(settings, draft="auto").of_model) == vars(settings)
 
 
 def test_numbers_of_numpy_become_python_s():

@@ -12,7 +12,7 @@ import edgeinfer
 from edgeinfer import errors
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidGGUF, NotPicklable
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.one_process import OfOneProcess

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.loading import default_model as find_default_model
+from edgeinfer.loading.open import default_model as find_default_model
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.repetition import LoopGuard, breakers_of, dry_penalties

@@ -23,6 +23,7 @@ from edgeinfer.exporters.conversion.recipe import Recipe
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 TOKENS = np.random.default_rng(3).integers(0, N_VOCAB, 20, dtype=np.int32)
@@ -59,7 +60,9 @@ def theirs(transformers: Any, folder: Path) -> np.ndarray:
 def ours(path: Path) -> np.ndarray:
     with ModelFile.open(path) as file:
         spec, backend = read_spec(file), NativeBackend()
-        session = backend.load(file, spec, backend.plan(file, spec, len(TOKENS), len(TOKENS)), Device(1)).session()
+        session = backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(len(TOKENS), n_batch=len(TOKENS))), Device(1)
+        ).session()
         logits = run_text(session, TOKENS, logits="all").logits
         session.close()
     return logits

@@ -31,6 +31,7 @@ from edgeinfer.exporters.onnx import export_onnx
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("onnx_provider")
@@ -106,7 +107,7 @@ def test_a_file_gives_the_logits_of_its_source(
     with ModelFile.open(source) as file:
         reference = ReferenceBackend()
         spec = reference.read_spec(file)
-        session = reference.load(file, spec, reference.plan(file, spec, 64), Device(1)).session()
+        session = reference.load(file, spec, reference.plan(file, spec, LoadSettings(64)), Device(1)).session()
     theirs = session.forward(tokens, logits="all").logits
     is_rounded = operators == "contrib" and format != "F16"
     assert difference(logits_of(target, tokens), theirs) < (6e-2 if is_rounded else 1e-3)
@@ -186,7 +187,7 @@ def of_transformers(folder: Path, tokens: list[int]) -> NDArray[np.float32]:
         with ModelFile.open(folder.with_name("oracle.gguf")) as file:
             reference = ReferenceBackend()
             spec = reference.read_spec(file)
-            session = reference.load(file, spec, reference.plan(file, spec, 64), Device(1)).session()
+            session = reference.load(file, spec, reference.plan(file, spec, LoadSettings(64)), Device(1)).session()
         return session.forward(tokens, logits="all").logits
     import torch
     import transformers

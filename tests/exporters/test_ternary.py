@@ -21,6 +21,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.formats import PACK, dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
@@ -292,5 +293,7 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path, rng: np.r
 def logits_of(backend: Any, path: Path, tokens: np.ndarray) -> np.ndarray:
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 128, 128), Device(2)).session()
+        session = backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(128, n_batch=128)), Device(2)
+        ).session()
         return np.asarray(session.forward(tokens, logits="all").logits)

@@ -33,7 +33,7 @@ from edgeinfer.models import (
 )
 from edgeinfer.models.arrays import Numbers
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType
+from edgeinfer.settings import CacheType
 
 
 @pytest.fixture(scope="module")

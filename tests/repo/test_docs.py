@@ -9,7 +9,9 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
+from edgeinfer.settings import options_of, variable_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
@@ -84,6 +86,15 @@ def test_all_variables_are_listed() -> None:
         str(parameter.envvar) for command in (chat, generate) for parameter in command.params if parameter.envvar
     }
     assert len(of_flags) > 20 and used | of_flags <= listed
+
+
+def test_the_variable_of_each_load_option_is_listed_beside_its_flag() -> None:
+    lines = (ROOT / "docs" / "environment.md").read_text().splitlines()
+    rows = [line.split("|")[1:3] for line in lines if line.startswith("|")]
+    for name, (_, about) in options_of(LoadOptions).items():
+        if about.flags:
+            row = [flags for variables, flags in rows if f"`{variable_of(*about.flags)}`" in variables]
+            assert len(row) == 1 and set(about.flags) & set(row[0].strip(" `").split()), f"{name} is not in its row"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/models.md"])

@@ -15,7 +15,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "names",
         [
             {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
-            | {"user_text", "one_process", "overriding"},
+            | {"user_text", "one_process", "settings", "overriding"},
         ],
     ),
     ("models by name", [{"library"}]),
@@ -54,10 +54,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
-    (
-        "loading",
-        [{"load_options", "backend_choice", "expert_device", "load_ledger", "load_plan", "load_fit", "loading"}],
-    ),
+    ("loading", [{"loading"}]),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
@@ -177,15 +174,15 @@ def test_a_test_imports_the_package_under_its_one_name(path: Path) -> None:
         ("edgeinfer.models.architectures.llama", "def f():\n    import edgeinfer.backends.base"),
         ("edgeinfer.backends.base", "from edgeinfer import engine"),
         ("edgeinfer.backends.base", "import edgeinfer"),
-        ("edgeinfer.memory.planner", "from edgeinfer.cli.terminal import note"),
+        ("edgeinfer.memory.fit", "from edgeinfer.cli.terminal import note"),
         ("edgeinfer.backends.onnx.session", "from edgeinfer.backends.opencl.session import x"),
         ("edgeinfer.backends.native.session", "from edgeinfer.backends.reference import x"),
         ("edgeinfer.models.formats.q8_0", "from edgeinfer.models.spec import x"),
-        ("edgeinfer.memory.planner", "from edgeinfer.sampling import x"),
+        ("edgeinfer.memory.fit", "from edgeinfer.sampling import x"),
         ("edgeinfer.speculation.tree", "from edgeinfer.speculation.drafters.base import Drafter"),
         ("edgeinfer.speculation.drafters.head", "from edgeinfer.speculation.pipeline import Speculator"),
         ("edgeinfer.speculation.pipeline", "from edgeinfer.stream import Stream"),
-        ("edgeinfer.chat", "from edgeinfer.loading import load"),
+        ("edgeinfer.chat", "from edgeinfer.loading.open import load"),
         ("edgeinfer.exporters.gguf.writer", "from edgeinfer.engine import Engine"),
         ("edgeinfer.training.distill", "from edgeinfer.cli import main"),
         ("edgeinfer.engine", "from edgeinfer.newpart import x"),
@@ -213,7 +210,7 @@ def test_a_second_name_for_a_module_is_found(source: str) -> None:
 
 def test_imports_downwards_are_let_through() -> None:
     source = "import numpy\nfrom edgeinfer.models.gguf import ModelFile\nfrom edgeinfer import devices"
-    assert forbidden("edgeinfer.memory.planner", source) == [] and misnamed(source) == []
+    assert forbidden("edgeinfer.memory.fit", source) == [] and misnamed(source) == []
     assert len(modules()) > 20 and "edgeinfer.models" in modules() and "edgeinfer.backends.native.session" in modules()
 
 

@@ -16,6 +16,7 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
@@ -57,7 +58,9 @@ def open_head(head: Path, target: Path, kind: Kind, n_batch: int = 64) -> HeadSe
     """A session of a head, both of whose files are closed."""
     with ModelFile.open(head) as file, ModelFile.open(target) as model:
         backend, spec = head_backend_of(kind, model), read_head_beside(file, model, read_spec(model))
-        session: HeadSession = backend.load(file, spec, backend.plan(file, spec, 256, n_batch), Device(1)).session()
+        session: HeadSession = backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(256, n_batch=n_batch)), Device(1)
+        ).session()
         return session
 
 
@@ -68,7 +71,9 @@ def opener(path: Path, kind: Kind, n_ctx: int = 256) -> Open:
     backend = backend_of(kind)
 
     def open_session(n_batch: int = 128) -> Session:
-        return backend.load(file, spec, backend.plan(file, spec, n_ctx, n_batch), Device(1)).session()
+        return backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(n_ctx, n_batch=n_batch)), Device(1)
+        ).session()
 
     return open_session
 
@@ -120,7 +125,7 @@ def differences_to_the_reference(
     file = ModelFile.open(path)
     spec = read_spec(file)
     oracle = ReferenceBackend(activations)
-    reference = oracle.load(file, spec, oracle.plan(file, spec, 256, 128), Device(1)).session()
+    reference = oracle.load(file, spec, oracle.plan(file, spec, LoadSettings(256, n_batch=128)), Device(1)).session()
     session = opener(path, kind)()
     errors: list[float] = []
     for n in sizes:

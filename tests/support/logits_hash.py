@@ -11,6 +11,7 @@ import numpy as np
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -18,7 +19,9 @@ def main() -> None:
     backend = NativeBackend(tuned=False)
     with ModelFile.open(sys.argv[1]) as file:
         spec = read_spec(file)
-        model = backend.load(file, spec, backend.plan(file, spec, 64, 32, 1, "f16"), Device(1))
+        model = backend.load(
+            file, spec, backend.plan(file, spec, LoadSettings(64, n_batch=32, n_threads=1, cache_type="f16")), Device(1)
+        )
         logits = model.session().forward(np.arange(3, 20, dtype=np.int32), logits="all").logits
         print(model.isa, hashlib.sha256(np.ascontiguousarray(logits)).hexdigest())
 

@@ -29,6 +29,7 @@ from edgeinfer.backends.reference_weights import Activations, Weights
 from edgeinfer.models import ModelSpec, TensorRef, check_blocks
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 
@@ -49,7 +50,7 @@ def open_reference_head(
         output=spec.decoder.output or f"target.{target_spec.output}",
     )
     weights |= {f"target.{name}": values for name, values in of_target.items()}
-    plan = MemoryPlan(n_ctx, n_ctx, MemoryUse(0, 0, 0))
+    plan = MemoryPlan(LoadSettings(n_ctx, n_batch=n_ctx), MemoryUse(0, 0, 0))
     return ReferenceHeadModel(replace(spec, decoder=decoder), plan, weights).session()
 
 

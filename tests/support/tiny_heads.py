@@ -17,6 +17,7 @@ from edgeinfer.backends.reference_math import rms_norm, silu
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class _Target:
             found = {name: one.values for name, one in backend.read_weights(model, wanted).items()}
             session = None
             if with_session:
-                session = backend.load(model, spec, backend.plan(model, spec, 512), Device(1)).session()
+                session = backend.load(model, spec, backend.plan(model, spec, LoadSettings(512)), Device(1)).session()
             return cls(
                 spec.architecture,
                 str(model.metadata["general.name"]),

@@ -18,6 +18,7 @@ from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.errors import ExpertReadError, ModelFileError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, ExpertSizes
 
 N_PROMPT, N_TOKENS = 24, 12
@@ -44,7 +45,9 @@ def texts(path: Path, cache_bytes: int | None, n_threads: int, n_texts: int) -> 
     backend = NativeBackend(tuned=False)
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        plan = backend.plan(file, spec, N_PROMPT + N_TOKENS, 10, n_threads, expert_cache=cache_bytes)
+        plan = backend.plan(
+            file, spec, LoadSettings(N_PROMPT + N_TOKENS, n_batch=10, n_threads=n_threads, expert_cache=cache_bytes)
+        )
         try:
             model = backend.load(file, spec, plan, Device(n_threads))
         except ModelFileError as error:

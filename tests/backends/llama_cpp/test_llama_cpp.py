@@ -48,6 +48,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import read_spec, supported_architectures
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Open = Callable[..., LlamaCppSession]
@@ -75,7 +76,7 @@ def loader(path: Path, n_ctx: int = 256) -> Callable[..., LlamaCppModel]:
 
     def load(n_threads: int = 1, n_batch: int = 128) -> LlamaCppModel:
         backend = LlamaCppBackend()
-        plan = backend.plan(file, None, n_ctx, n_batch, n_threads)
+        plan = backend.plan(file, None, LoadSettings(n_ctx, n_batch=n_batch, n_threads=n_threads))
         return backend.load(file, None, plan, Device(n_threads))
 
     return load
@@ -162,7 +163,7 @@ def test_logits_equal_the_reference(
     tokens = some_tokens(100, rng)
     with ModelFile.open(path) as file:
         spec, oracle = read_spec(file), ReferenceBackend()
-        model = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1))
+        model = oracle.load(file, spec, oracle.plan(file, spec, LoadSettings(256)), Device(1))
         expected = model.session().forward(tokens, logits="all").logits
     session = opener(path)()
     assert_close(session.forward(tokens, logits="all").logits, expected)
@@ -392,7 +393,7 @@ def test_the_plan_covers_what_llama_cpp_says_it_holds(
     backend = LlamaCppBackend()
     path = write_tiny_model(tmp_path / "m.gguf", "llama", tensor_type, tied=tied, n_vocab=2000)
     with ModelFile.open(path) as file:
-        plan = backend.plan(file, None, 1000, 70, 1)
+        plan = backend.plan(file, None, LoadSettings(1000, n_batch=70, n_threads=1))
         shares: list[float] = []
         session = backend.load(file, None, plan, Device(1), shares.append).session()
     use = session.memory()
@@ -425,8 +426,8 @@ llama_cpp.llama_model_load_from_file = noted_load
     backend = LlamaCppBackend()
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         backend.read_spec(file)
-        plan = backend.plan(file, None, 64)
-        backend.plan(file, None, 128)
+        plan = backend.plan(file, None, LoadSettings(64))
+        backend.plan(file, None, LoadSettings(128))
         assert loads.read_text().split() == ["True"]
         backend.load(file, None, plan, Device(1))
     assert loads.read_text().split() == ["True", "False"]
@@ -435,7 +436,7 @@ llama_cpp.llama_model_load_from_file = noted_load
 def test_logits_of_a_long_batch_are_not_all_held_at_once(llama_cpp: ModuleType, tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "F32", n_embd=32, n_ff=32, n_vocab=20000)
     with ModelFile.open(path) as file:
-        plan = LlamaCppBackend().plan(file, None, 512, 512)
+        plan = LlamaCppBackend().plan(file, None, LoadSettings(512, n_batch=512))
     assert plan.use.activations < 512 * 20000 * 4 / 2
 
 
@@ -443,27 +444,30 @@ def test_a_context_that_would_end_the_process_is_refused(llama_cpp: ModuleType, 
     backend = LlamaCppBackend()
     for write, most in ((write_gpt2, 256), (write_llama, MAX_N_CTX)):
         with ModelFile.open(write(tmp_path / "m.gguf")) as file:
-            plan = backend.plan(file, None, 256, 64)
+            plan = backend.plan(file, None, LoadSettings(256, n_batch=64))
             session = backend.load(file, None, plan, Device(1)).session()
             assert session.forward(np.zeros(256, dtype=np.int32)).logits.shape == (1, session.spec.n_vocab)
             with pytest.raises(InvalidArgument, match=f"at most {most} in llama.cpp.*found {most + 1}"):
-                backend.load(file, None, replace(plan, n_ctx=most + 1), Device(1))
+                backend.load(file, None, replace(plan, settings=LoadSettings(most + 1)), Device(1))
 
 
 def test_what_a_large_context_takes_is_what_smaller_ones_lead_to(llama_cpp: ModuleType, tmp_path: Path) -> None:
     backend = LlamaCppBackend()
     for write in (write_llama, write_gemma3):
         with ModelFile.open(write(tmp_path / "m.gguf")) as file:
-            near, far = (backend.plan(file, None, n_ctx, 64).use for n_ctx in (1 << 19, (1 << 20) + 256))
+            near, far = (
+                backend.plan(file, None, LoadSettings(n_ctx, n_batch=64)).use for n_ctx in (1 << 19, (1 << 20) + 256)
+            )
             assert far.kv_cache == pytest.approx(near.kv_cache * 2, rel=0.01)
             assert near.activations < far.activations < 2.1 * near.activations and far.weights == near.weights
             with pytest.raises(InvalidArgument, match="must stay small"):
-                backend.load(file, None, replace(backend.plan(file, None, 256, 64), n_ctx=MAX_N_CTX + 1), Device(1))
+                plan = backend.plan(file, None, LoadSettings(256, n_batch=64))
+                backend.load(file, None, replace(plan, settings=LoadSettings(MAX_N_CTX + 1)), Device(1))
 
 
 def test_too_little_memory_is_said_to_be_that(llama_cpp: ModuleType, tmp_path: Path) -> None:
     file, backend = ModelFile.open(write_llama(tmp_path / "m.gguf")), LlamaCppBackend()
-    plan = backend.plan(file, None, 1 << 21)
+    plan = backend.plan(file, None, LoadSettings(1 << 21))
     assert backend._process is not None
     pid = backend._process.pid
     held = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
@@ -496,7 +500,7 @@ def test_wrong_arguments_are_refused_as_elsewhere_and_change_nothing(
 ) -> None:
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         spec, oracle = read_spec(file), ReferenceBackend()
-        reference = oracle.load(file, spec, oracle.plan(file, spec, 256), Device(1)).session()
+        reference = oracle.load(file, spec, oracle.plan(file, spec, LoadSettings(256)), Device(1)).session()
     session = kept_of_cells()
     session.forward([1, 2, 3])
     errors = []
@@ -672,7 +676,7 @@ def test_what_the_progress_callback_raises_comes_out_of_load(llama_cpp: ModuleTy
     backend = LlamaCppBackend()
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
         with pytest.raises(KeyboardInterrupt):
-            backend.load(file, None, backend.plan(file, None, 64), Device(1), stop)
+            backend.load(file, None, backend.plan(file, None, LoadSettings(64)), Device(1), stop)
 
 
 def test_ctrl_c_stops_loading(stage: Stage, tmp_path: Path) -> None:
@@ -695,7 +699,7 @@ llama_cpp.llama_progress_callback = make_slow_callback
     )
     backend = LlamaCppBackend()
     with ModelFile.open(write_llama(tmp_path / "m.gguf")) as file:
-        plan = backend.plan(file, None, 64)
+        plan = backend.plan(file, None, LoadSettings(64))
         with pytest.raises(KeyboardInterrupt):
             backend.load(file, None, plan, Device(1))
     assert (stage.folder / "stopped").exists()
@@ -769,10 +773,10 @@ def test_a_model_that_llama_cpp_refuses_is_refused_in_its_words(
 ) -> None:
     backend = LlamaCppBackend()
     file = damaged(tmp_path / "m.gguf", old, new)
-    plan = backend.plan(ModelFile.open(write_llama(tmp_path / "sound.gguf")), None, 64)
+    plan = backend.plan(ModelFile.open(write_llama(tmp_path / "sound.gguf")), None, LoadSettings(64))
     calls: list[Callable[[], object]] = [
         lambda: backend.read_spec(file),
-        lambda: backend.plan(file, None, 64),
+        lambda: backend.plan(file, None, LoadSettings(64)),
         lambda: backend.load(file, None, plan, Device(1)),
     ]
     for call in calls:

@@ -25,6 +25,7 @@ from edgeinfer.backends.llama_cpp import LlamaCppBackend, LlamaCppSession
 from edgeinfer.backends.llama_cpp import process as process_module
 from edgeinfer.errors import BackendCrashed, BackendLost, BackendUnavailable, ModelFileChanged
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 TOKENS = np.arange(40, dtype=np.int32)
@@ -46,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_session(path: Path, n_ctx: int = 64) -> LlamaCppSession:
     backend = LlamaCppBackend()
     with ModelFile.open(path) as file:
-        return backend.load(file, None, backend.plan(file, None, n_ctx), Device(1)).session()
+        return backend.load(file, None, backend.plan(file, None, LoadSettings(n_ctx)), Device(1)).session()
 
 
 def is_running(pid: int) -> bool:
@@ -195,9 +196,9 @@ def test_a_crash_while_planning_is_told_and_the_backend_goes_on(stage: Stage, mo
         with pytest.raises(
             BackendCrashed, match="m.gguf: llama.cpp crashed while .*SIGSEGV, its last line: what a file"
         ):
-            backend.plan(file, None, 64)
+            backend.plan(file, None, LoadSettings(64))
         stage.play("")
-        assert backend.plan(file, None, 64).n_ctx == 64
+        assert backend.plan(file, None, LoadSettings(64)).n_ctx == 64
 
 
 def test_auto_says_what_native_lacks_and_how_llama_cpp_ended(stage: Stage, tmp_path: Path) -> None:
@@ -358,9 +359,10 @@ HOST = """
 import sys
 from edgeinfer.backends.llama_cpp import LlamaCppBackend
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 file, backend = ModelFile.open(sys.argv[1]), LlamaCppBackend()
-session = backend.load(file, None, backend.plan(file, None, 64), Device(1)).session()
+session = backend.load(file, None, backend.plan(file, None, LoadSettings(64)), Device(1)).session()
 print(session.model._process.pid, flush=True)
 sys.stdin.readline()
 session.forward([1])

@@ -15,6 +15,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -38,8 +39,11 @@ def test_a_block_of_an_unknown_kind_is_refused_by_name(file: ModelFile) -> None:
     spec, backend = read_spec(file), NativeBackend()
     layer = spec.layers[1]
     other = with_layer(spec, replace(layer, mixer=WithGates(**vars(layer.mixer), head_gate="blk.1.attn_gate")))
-    plan = backend.plan(file, spec, 64)
-    for run in (lambda: backend.plan(file, other, 64), lambda: backend.load(file, other, plan, Device(1))):
+    plan = backend.plan(file, spec, LoadSettings(64))
+    for run in (
+        lambda: backend.plan(file, other, LoadSettings(64)),
+        lambda: backend.load(file, other, plan, Device(1)),
+    ):
         with pytest.raises(UnsupportedModel, match=r"layers\.1\.mixer is a block WithGates"):
             run()
 
@@ -51,11 +55,11 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
     spec = read_spec(file)
     block = replace(getattr(spec.layers[1], kind), **{field: value})
     used = with_layer(spec, replace(spec.layers[1], **{kind: block}))
-    NativeBackend().plan(file, used, 64)
+    NativeBackend().plan(file, used, LoadSettings(64))
     monkeypatch.setitem(BLOCKS, type(block), [name for name in BLOCKS[type(block)] if name != field])
-    NativeBackend().plan(file, spec, 64)
+    NativeBackend().plan(file, spec, LoadSettings(64))
     with pytest.raises(UnsupportedModel, match=rf"layers\.1\.{kind} has {field}"):
-        NativeBackend().plan(file, used, 64)
+        NativeBackend().plan(file, used, LoadSettings(64))
 
 
 def test_every_field_of_the_blocks_is_named() -> None:
@@ -199,16 +203,18 @@ def test_layers_may_differ_in_heads_windows_and_networks(
     spec, backend = of_different_layers(spec), NativeBackend(tuned=False)
 
     def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 128) -> NativeSession:
-        plan = backend.plan(file, spec, 256, n_batch, n_threads)
+        plan = backend.plan(file, spec, LoadSettings(256, n_batch=n_batch, n_threads=n_threads))
         return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
     tokens = rng.integers(0, 290, 90).astype(np.int32)
     assert [what for what, equal in comparisons(open_session, available_isas(), tokens) if not equal] == []
     reference = ReferenceBackend("int8")
-    theirs = reference.load(file, spec, reference.plan(file, spec, 256), Device(1)).session()
+    theirs = reference.load(file, spec, reference.plan(file, spec, LoadSettings(256)), Device(1)).session()
     a, b = (session.forward(tokens, logits="all").logits for session in (open_session(), theirs))
     assert np.abs(a - b).max() < 1e-3 * np.abs(b).max()
-    same = backend.load(file, read_spec(file), backend.plan(file, read_spec(file), 256), Device(1)).session()
+    same = backend.load(
+        file, read_spec(file), backend.plan(file, read_spec(file), LoadSettings(256)), Device(1)
+    ).session()
     assert np.abs(same.forward(tokens, logits="all").logits - a).max() > 1e-2 * np.abs(b).max()
 
 
@@ -217,10 +223,10 @@ def test_layers_may_differ_in_heads_windows_and_networks(
 
 def test_models_share_threads_where_they_want_as_many(file: ModelFile) -> None:
     spec, backend = read_spec(file), NativeBackend(tuned=False)
-    first = backend.load(file, spec, backend.plan(file, spec, 64, n_threads=2), Device(2))
+    first = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_threads=2)), Device(2))
     sharing = NativeBackend(tuned=False, threads=first.threads)
     for n_threads, is_shared in ((2, True), (3, False)):
-        plan = sharing.plan(file, spec, 64, n_threads=n_threads)
+        plan = sharing.plan(file, spec, LoadSettings(64, n_threads=n_threads))
         other = sharing.load(file, spec, plan, Device(n_threads))
         assert (other.threads is first.threads) == is_shared and other.threads.n == n_threads
         expected = first.session().forward([1, 2, 3]).logits
@@ -229,7 +235,7 @@ def test_models_share_threads_where_they_want_as_many(file: ModelFile) -> None:
 
 def test_sessions_come_and_go_and_the_model_stays(file: ModelFile) -> None:
     spec, backend = read_spec(file), NativeBackend(tuned=False)
-    model = backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
+    model = backend.load(file, spec, backend.plan(file, spec, LoadSettings(256)), Device(1))
     held = model.memory()
     assert held.kv_cache == 0
     session = model.session()

@@ -22,6 +22,7 @@ from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.errors import ModelFileChanged, ModelFileError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 TOKENS = np.arange(40, dtype=np.int32)
@@ -41,7 +42,7 @@ def loaded(path: Path, n_threads: int = 2, is_cached: bool = False) -> Iterator[
     with ModelFile.open(path) as file:
         spec = read_spec(file)
         least = backend.expert_sizes(file, spec).least if is_cached else None
-        plan = backend.plan(file, spec, N_CTX, n_threads=n_threads, expert_cache=least)
+        plan = backend.plan(file, spec, LoadSettings(N_CTX, n_threads=n_threads, expert_cache=least))
         model = backend.load(file, spec, plan, Device(n_threads))
     yield model
     model.close()
@@ -159,6 +160,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import ModelFileChanged
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 path, packed, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if when == "before":
@@ -166,7 +168,7 @@ if when == "before":
 backend = NativeBackend(tuned=False)
 with ModelFile.open(path) as file:
     spec = read_spec(file)
-    session = backend.load(file, spec, backend.plan(file, spec, 64, n_threads=4), Device(4)).session()
+    session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_threads=4)), Device(4)).session()
 session.forward(np.arange(20))
 if when == "after":
     faulthandler.enable()

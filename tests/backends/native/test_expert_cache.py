@@ -21,6 +21,7 @@ from edgeinfer.backends.native.packed import packed_path
 from edgeinfer.errors import EdgeInferError, ExpertReadError, Interrupted, InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, ExpertSizes
 
 KINDS = ("one file", "split", "packed")
@@ -55,7 +56,7 @@ def opened(path: Path, cache: int | None, n_threads: int = 1, n_batch: int = 16)
     backend = NativeBackend(tuned=False)
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        plan = backend.plan(file, spec, N_CTX, n_batch, n_threads, expert_cache=cache)
+        plan = backend.plan(file, spec, LoadSettings(N_CTX, n_batch=n_batch, n_threads=n_threads, expert_cache=cache))
         model = backend.load(file, spec, plan, Device(n_threads))
     assert model.memory().experts == plan.use.experts
     assert model.memory().weights == plan.use.weights
@@ -202,18 +203,18 @@ def test_plans_count_the_cache(models: dict[str, Path], kind: str) -> None:
     sizes, backend = sizes_of(models[kind]), NativeBackend(tuned=False)
     with ModelFile.open(models[kind]) as file:
         spec = read_spec(file)
-        whole = backend.plan(file, spec, N_CTX)
-        half = backend.plan(file, spec, N_CTX, expert_cache=sizes.total // 2)
+        whole = backend.plan(file, spec, LoadSettings(N_CTX))
+        half = backend.plan(file, spec, LoadSettings(N_CTX, expert_cache=sizes.total // 2))
         assert whole.use.experts == sizes.total and whole.expert_cache is None
-        assert backend.plan(file, spec, N_CTX, expert_cache=sizes.total) == whole
+        assert backend.plan(file, spec, LoadSettings(N_CTX, expert_cache=sizes.total)) == whole
         assert half.expert_cache == sizes.total // 2
         assert half.use.experts < sizes.total // 2 + (4 << 20)
         embedding = file.tensors["token_embd.weight"].n_bytes  # of which a copy is held
         assert half.use.weights == whole.use.weights + embedding
         with pytest.raises(InvalidArgument, match=f"--expert-cache {sizes.least} or more"):
-            backend.plan(file, spec, N_CTX, expert_cache=sizes.least - 1)
+            backend.plan(file, spec, LoadSettings(N_CTX, expert_cache=sizes.least - 1))
         with pytest.raises(InvalidArgument, match="nothing is read after loading"):
-            NativeBackend(resident=True).plan(file, spec, N_CTX, expert_cache=sizes.least)
+            NativeBackend(resident=True).plan(file, spec, LoadSettings(N_CTX, expert_cache=sizes.least))
 
 
 def test_one_token_looks_up_what_it_uses(models: dict[str, Path]) -> None:
@@ -249,7 +250,7 @@ def test_the_disk_is_not_tuned_for(models: dict[str, Path]) -> None:
     backend = NativeBackend()
     with ModelFile.open(models["packed"]) as file:
         spec = read_spec(file)
-        plan = backend.plan(file, spec, 64, expert_cache=sizes_of(models["packed"]).least)
+        plan = backend.plan(file, spec, LoadSettings(64, expert_cache=sizes_of(models["packed"]).least))
         model = backend.load(file, spec, plan, Device(1))
         stats = model.expert_stats()
         assert model.tuning is None and stats is not None

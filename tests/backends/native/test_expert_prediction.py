@@ -20,6 +20,7 @@ from edgeinfer.errors import Interrupted
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.control import PrefetchingCache, control_experts
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 16, 3
@@ -53,7 +54,11 @@ def opened(path: Path, share: int | None, n_threads: int = 2, n_batch: int = 64)
     cache = None if share is None else max(sizes.least, sizes.total * share // 100)
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        plan = backend.plan(file, spec, max(len(TOKENS), n_batch), n_batch, n_threads, expert_cache=cache)
+        plan = backend.plan(
+            file,
+            spec,
+            LoadSettings(max(len(TOKENS), n_batch), n_batch=n_batch, n_threads=n_threads, expert_cache=cache),
+        )
         model = backend.load(file, spec, plan, Device(n_threads))
         try:
             yield model

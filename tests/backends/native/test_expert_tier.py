@@ -19,6 +19,7 @@ from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.errors import Interrupted
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 Tokens = np.ndarray
@@ -27,7 +28,9 @@ Tokens = np.ndarray
 def load(file: ModelFile, n_threads: int = 2, is_cached: bool = False) -> NativeModel:
     backend, spec = NativeBackend(tuned=False), read_spec(file)
     cache = backend.expert_sizes(file, spec).least if is_cached else None
-    plan = backend.plan(file, spec, 128, 64, n_threads, "f16", cache)
+    plan = backend.plan(
+        file, spec, LoadSettings(128, n_batch=64, n_threads=n_threads, cache_type="f16", expert_cache=cache)
+    )
     return backend.load(file, spec, plan, Device(n_threads))
 
 

@@ -21,6 +21,7 @@ from edgeinfer.backends.reference_experts import Choice, choose
 from edgeinfer.errors import BadPack, ExpertReadError, Interrupted, ModelFileChanged, UnsupportedModel
 from edgeinfer.models import Experts, ModelSpec, RouterFunction, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_VOCAB = 291
@@ -39,7 +40,12 @@ def load(
 ) -> NativeModel:
     file, backend = path if isinstance(path, ModelFile) else ModelFile.open(path), NativeBackend(tuned=False)
     spec = spec or read_spec(file)
-    return backend.load(file, spec, backend.plan(file, spec, 256, n_batch, n_threads), Device(n_threads, isa))
+    return backend.load(
+        file,
+        spec,
+        backend.plan(file, spec, LoadSettings(256, n_batch=n_batch, n_threads=n_threads)),
+        Device(n_threads, isa),
+    )
 
 
 def opener(path: Path) -> Callable[..., NativeSession]:
@@ -58,7 +64,7 @@ def logits_of(path: Path | ModelFile, tokens: np.ndarray, **options: Any) -> np.
 def reference_logits(file: ModelFile, spec: ModelSpec, tokens: np.ndarray) -> np.ndarray:
     backend = ReferenceBackend("int8")
     return (
-        backend.load(file, spec, backend.plan(file, spec, 256), Device(1))
+        backend.load(file, spec, backend.plan(file, spec, LoadSettings(256)), Device(1))
         .session()
         .forward(tokens, logits="all")
         .logits
@@ -288,7 +294,7 @@ def test_damaged_records_are_found_where_all_bytes_are_compared(tmp_path: Path) 
         NativeBackend().pack(file, read_spec(file), packed_path(path))
         whole = packed_path(path).read_bytes()
         backend, spec = NativeBackend(verify=True, tuned=False), read_spec(file)
-        plan = backend.plan(file, spec, 64)
+        plan = backend.plan(file, spec, LoadSettings(64))
         backend.load(file, spec, plan, Device(1)).close()
         packed_path(path).write_bytes(whole[:-5000] + bytes([whole[-5000] ^ 1]) + whole[-4999:])
         with pytest.raises(BadPack, match="damaged, the SHA-256 of its weights"):
@@ -302,7 +308,7 @@ def test_damaged_records_are_found_where_all_bytes_are_compared(tmp_path: Path) 
 def test_the_plan_is_what_the_model_holds(architecture: ExpertArchitecture, tmp_path: Path) -> None:
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", architecture))
     backend, spec = NativeBackend(tuned=False), read_spec(file)
-    plan = backend.plan(file, spec, 128, 32, 2)
+    plan = backend.plan(file, spec, LoadSettings(128, n_batch=32, n_threads=2))
     model = backend.load(file, spec, plan, Device(2))
     held = model.memory()
     assert (held.weights, held.experts) == (plan.use.weights, plan.use.experts)
@@ -333,7 +339,7 @@ def test_where_the_matrices_of_experts_lie(tmp_path: Path) -> None:
 def test_a_draft_model_has_its_experts_rounded(tmp_path: Path, rng: np.random.Generator) -> None:
     file, tokens = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", "qwen2moe", "F32")), tokens_of(rng, 40)
     backend, spec = NativeBackend(tuned=False, for_drafts=True), read_spec(file)
-    plan = backend.plan(file, spec, 64)
+    plan = backend.plan(file, spec, LoadSettings(64))
     model = backend.load(file, spec, plan, Device(2))
     assert model.memory().experts == plan.use.experts < 0.25 * load(file).memory().experts
     whole = logits_of(file, tokens)
@@ -347,13 +353,13 @@ def test_a_type_without_a_kernel_for_experts_is_refused_by_name(
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", "qwen3moe", "Q8_0"))
     monkeypatch.setattr(experts, "EXPERT_TYPES", experts.EXPERT_TYPES - {GGMLType.Q8_0})
     with pytest.raises(UnsupportedModel, match=r"tensor blk\.0\.ffn_gate_exps\.weight .* has type Q8_0"):
-        NativeBackend().plan(file, read_spec(file), 64)
+        NativeBackend().plan(file, read_spec(file), LoadSettings(64))
 
 
 def test_more_experts_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_experts=70, n_used=65))
     spec, wanted = read_spec(file), r"m\.gguf: a token wants 65 experts of layer 0, in 1 groups; .* 64 experts"
-    for refuse in (NativeBackend().expert_sizes, lambda *model: NativeBackend().plan(*model, 64)):
+    for refuse in (NativeBackend().expert_sizes, lambda *model: NativeBackend().plan(*model, LoadSettings(64))):
         with pytest.raises(UnsupportedModel, match=wanted):
             refuse(file, spec)
 
@@ -393,7 +399,9 @@ def test_the_first_pass_may_be_stopped_before_any_expert_is_chosen(tmp_path: Pat
         NativeBackend(tuned=False),
     )
     spec = read_spec(file)
-    session = backend.load(file, spec, backend.plan(file, spec, 4096, n_tokens, 2), Device(2)).session()
+    session = backend.load(
+        file, spec, backend.plan(file, spec, LoadSettings(4096, n_batch=n_tokens, n_threads=2)), Device(2)
+    ).session()
     with interrupted_every(0.005, session), pytest.raises(Interrupted):
         session.forward(tokens_of(rng, n_tokens))
     assert session.n_past == 0
@@ -406,7 +414,7 @@ def test_an_expert_that_cannot_be_read_ends_the_pass_with_an_error(tmp_path: Pat
         backend, spec = NativeBackend(tuned=False), read_spec(file)
         sizes = backend.experts(file, spec).sizes()
         assert sizes is not None
-        plan = backend.plan(file, spec, 64, expert_cache=sizes.least)
+        plan = backend.plan(file, spec, LoadSettings(64, expert_cache=sizes.least))
         session = backend.load(file, spec, plan, Device(2)).session()
         assert same_bits(session.forward(tokens[:4], logits="all").logits, expected[:4])
         session.commit(range(4))

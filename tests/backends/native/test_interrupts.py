@@ -20,6 +20,7 @@ from edgeinfer.errors import Interrupted
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_CTX = 4096
@@ -34,7 +35,7 @@ def load(path: Path, n_ctx: int = N_CTX, n_batch: int = N_CTX) -> NativeModel:
     backend = NativeBackend(tuned=False)
     file = ModelFile.open(path)
     spec = read_spec(file)
-    return backend.load(file, spec, backend.plan(file, spec, n_ctx, n_batch), Device(1))
+    return backend.load(file, spec, backend.plan(file, spec, LoadSettings(n_ctx, n_batch=n_batch)), Device(1))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,9 @@ def test_a_row_of_a_head_may_be_asked_for_again(path: Path, tmp_path: Path, rng:
     target = load(path, 64, 64)
     with ModelFile.open(write_tiny_head(tmp_path / "head.gguf", path)) as file:
         spec = read_head(file)
-        head = load_head(file, spec, target, plan_head(file, spec, 64, 64, 1), Device(1))
+        head = load_head(
+            file, spec, target, plan_head(file, spec, LoadSettings(64, n_batch=64, n_threads=1)), Device(1)
+        )
     features = rng.standard_normal((2, spec.n_embd), dtype=np.float32)
     every = head.session().forward([5, 6], features, logits="all").logits
     assert same_bits(head.session().forward([5, 6], features, logits=[1, 1, 0]).logits, every[[1, 1, 0]])

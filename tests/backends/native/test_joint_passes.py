@@ -19,7 +19,8 @@ from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidArgument, S
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, Output
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device, Output
 
 N_CTX, N_VOCAB, N_STEPS = 256, 290, 6
 
@@ -90,7 +91,10 @@ def load(
     file, backend = ModelFile.open(path), NativeBackend(tuned=False)
     spec = read_spec(file)
     return backend.load(
-        file, spec, backend.plan(file, spec, N_CTX, n_batch, n_threads, cache_type), Device(n_threads, isa)
+        file,
+        spec,
+        backend.plan(file, spec, LoadSettings(N_CTX, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)),
+        Device(n_threads, isa),
     )
 
 
@@ -182,7 +186,7 @@ def test_texts_of_draft_heads_share_passes_too(kind: int | str, tmp_path: Path, 
         path = write_tiny_head(tmp_path / "h.gguf", target, n_layers=int(kind))
     file, model = ModelFile.open(path), load(target)
     spec = read_head(file)
-    head = load_head(file, spec, model, plan_head(file, spec, N_CTX, 64, 2), Device(2))
+    head = load_head(file, spec, model, plan_head(file, spec, LoadSettings(N_CTX, n_batch=64, n_threads=2)), Device(2))
     for n_texts in (1, 4, 8):
         check(head, n_texts, rng, n_embd=96)
 

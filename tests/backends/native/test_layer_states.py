@@ -19,7 +19,8 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import ShapeError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.types import CacheType, Device, MemoryPlan
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device, MemoryPlan
 
 SEGMENT = SLACK = 128  # slots, as in kv_head.h; tokens that can always be cut, as in kv_state.h
 OLMO2: dict[str, Any] = {"n_layers": 4, "metadata": {"olmo2.attention.sliding_window": 20}}  # as gemma2 and gemma3 have
@@ -41,7 +42,11 @@ class Opener:
 
     def plan(self, n_batch: int | None = None, n_threads: int = 1) -> MemoryPlan:
         n_batch = n_batch or self.n_batch
-        return NativeBackend().plan(self.file, self.spec, self.n_ctx, n_batch, n_threads, self.cache_type)
+        return NativeBackend().plan(
+            self.file,
+            self.spec,
+            LoadSettings(self.n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=self.cache_type),
+        )
 
     def __call__(self, n_threads: int = 1, isa: str | None = None, n_batch: int | None = None) -> NativeSession:
         return (
@@ -85,7 +90,9 @@ def test_the_bits_depend_on_nothing_but_the_text(n_tokens: int, gemma: Opener, r
 def test_far_behind_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
     tokens = gemma.tokens(rng, 600)
     oracle = ReferenceBackend()
-    reference = oracle.load(gemma.file, gemma.spec, oracle.plan(gemma.file, gemma.spec, 600, 32), Device(1)).session()
+    reference = oracle.load(
+        gemma.file, gemma.spec, oracle.plan(gemma.file, gemma.spec, LoadSettings(600, n_batch=32)), Device(1)
+    ).session()
     found, expected = (run_text(session, tokens, logits="all").logits for session in (gemma(), reference))
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()  # float32, and keys rounded to halves
 
@@ -316,6 +323,9 @@ def test_texts_with_windows_share_passes(gemma: Opener, rng: np.random.Generator
 
 def test_a_longer_context_never_takes_less(gemma: Opener) -> None:
     for n_batch in (1, 40, 300):
-        plans = [NativeBackend().plan(gemma.file, gemma.spec, n_ctx, n_batch) for n_ctx in range(1, 1500, 13)]
+        plans = [
+            NativeBackend().plan(gemma.file, gemma.spec, LoadSettings(n_ctx, n_batch=n_batch))
+            for n_ctx in range(1, 1500, 13)
+        ]
         sizes = [plan.use.kv_cache for plan in plans]
         assert sizes == sorted(sizes)

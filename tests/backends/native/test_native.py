@@ -39,7 +39,8 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import CacheType, Device
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 FORMATS += ["TQ1_0", "TQ2_0", "I2_S", "Q2_0", "MXFP4"]
@@ -58,7 +59,9 @@ def opener(path: Path, n_ctx: int = 256, cache_type: CacheType = "f16") -> Open:
     backend = NativeBackend()
 
     def open_session(n_threads: int = 2, isa: str | None = None, n_batch: int = 128) -> NativeSession:
-        plan = backend.plan(file, spec, n_ctx, n_batch, n_threads, cache_type)
+        plan = backend.plan(
+            file, spec, LoadSettings(n_ctx, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
+        )
         return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
     return open_session
@@ -128,7 +131,7 @@ def test_logits_equal_the_reference(
     file = ModelFile.open(path)
     spec = read_spec(file)
     oracle = ReferenceBackend(activations="int8")
-    plan = oracle.plan(file, spec, 256, 128, cache_type=cache_type)
+    plan = oracle.plan(file, spec, LoadSettings(256, n_batch=128, cache_type=cache_type))
     reference = oracle.load(file, spec, plan, Device(1)).session()
     session = opener(path, cache_type=cache_type)()
     errors: dict[int, list[float]] = {4: [], 40: []}
@@ -327,7 +330,9 @@ def test_the_plan_is_what_the_session_takes(cache_type: CacheType, tmp_path: Pat
     path = write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K")
     session = opener(path, 400, cache_type)(n_threads=3)
     with ModelFile.open(path) as file:
-        plan = NativeBackend().plan(file, session.spec, 400, 128, 3, cache_type)
+        plan = NativeBackend().plan(
+            file, session.spec, LoadSettings(400, n_batch=128, n_threads=3, cache_type=cache_type)
+        )
     assert session.memory().kv_cache == 0
     prefill(session, rng.integers(0, session.spec.n_vocab, 150).astype(np.int32), 150)
     assert session.memory().kv_cache == plan.use.kv_cache / 2  # 2 of 4 segments
@@ -345,10 +350,10 @@ def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_pat
         ModelFile.open(write_tiny_model(tmp_path / "q4_0.gguf", "qwen2", "Q4_0", n_vocab=300)) as small,
     ):
         spec = read_spec(large)
-        plan = rounded.plan(large, spec, 64)
+        plan = rounded.plan(large, spec, LoadSettings(64))
         model = rounded.load(large, spec, plan, Device(2))
-        wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, 64), Device(1))
-        assert plan.use == rounded.plan(large, spec, 64).use and plan.use.weights < large.n_bytes
+        wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, LoadSettings(64)), Device(1))
+        assert plan.use == rounded.plan(large, spec, LoadSettings(64)).use and plan.use.weights < large.n_bytes
         if format == "F32":
             assert np.array_equal(model.weights().data, wanted.weights().data)
         else:  # its floats were rounded before
@@ -361,7 +366,7 @@ def test_for_drafts_the_packed_weights_beside_a_model_are_not_taken(tmp_path: Pa
     path, rounded = write_tiny_model(tmp_path / "m.gguf", "qwen2", "F16"), NativeBackend(for_drafts=True)
     with ModelFile.open(path) as file:
         spec, tokens = read_spec(file), np.arange(40)
-        plan = rounded.plan(file, spec, 64)
+        plan = rounded.plan(file, spec, LoadSettings(64))
         alone = rounded.load(file, spec, plan, Device(1)).session().forward(tokens).logits
         NativeBackend().pack(file, spec, packed_path(path))
         assert same_bits(rounded.load(file, spec, plan, Device(1)).session().forward(tokens).logits, alone)
@@ -374,7 +379,9 @@ def test_for_drafts_the_first_tokens_alone_get_logits(
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "gemma2", "Q4_0", n_vocab=300)) as file:
         spec, tokens = read_spec(file), rng.integers(0, 300, 40)
         whole, part = (
-            backend.load(file, spec, backend.plan(file, spec, 64, 16, 2), Device(2)).session()
+            backend.load(
+                file, spec, backend.plan(file, spec, LoadSettings(64, n_batch=16, n_threads=2)), Device(2)
+            ).session()
             for backend in (NativeBackend(), NativeBackend(for_drafts=True))
         )
         assert part.spec.n_logits == 100 and whole.spec.n_logits == 300
@@ -455,7 +462,9 @@ def test_parked_texts_are_found_again(tmp_path: Path, rng: np.random.Generator) 
         assert same_bits(of_text, expected[i])
     assert (
         session.memory().kv_cache
-        <= open_session.__closure__[0].cell_contents.plan(ModelFile.open(path), session.spec, 1024).use.kv_cache
+        <= open_session.__closure__[0]
+        .cell_contents.plan(ModelFile.open(path), session.spec, LoadSettings(1024))
+        .use.kv_cache
     )
 
     # A text that needs the whole cache pushes the others out, the one used longest ago first.
@@ -543,7 +552,7 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
         spec = read_spec(file)
         for bits in ("2", "1.6"):
             backend = NativeBackend(ternary_bits=bits)
-            plans[bits] = backend.plan(file, spec, 64)
+            plans[bits] = backend.plan(file, spec, LoadSettings(64))
             session = backend.load(file, spec, plans[bits], Device(2)).session()
             assert session.memory().weights == plans[bits].use.weights
             logits[bits] = session.forward(tokens, logits="all").logits
@@ -555,11 +564,11 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             times = {int(GGMLType.I2_S): 2.0, BASE_THREE[GGMLType.I2_S]: 1.0 if faster == "1.6" else 3.0}
             monkeypatch.setattr(_core, "time_format", lambda kind, *_, times=times: times[kind])
             faster_bits.cache_clear()
-            assert NativeBackend().plan(file, spec, 64) == plans[faster]
+            assert NativeBackend().plan(file, spec, LoadSettings(64)) == plans[faster]
             NativeBackend().pack(file, spec, packed_path(path))
             packed_as = "1.6" if faster == "2" else "2"
             NativeBackend(ternary_bits=packed_as).pack(file, spec, packed_path(path))
-            plan = NativeBackend().plan(file, spec, 64)
+            plan = NativeBackend().plan(file, spec, LoadSettings(64))
             weights = plan.use.weights
             assert plan == replace(plans[packed_as], use=replace(plans[packed_as].use, mapped=weights))
             session = NativeBackend().load(file, spec, plan, Device(1)).session()
@@ -576,9 +585,9 @@ def test_fewer_bits_for_ternary_weights_change_nothing_where_there_are_none(tmp_
     path = write_tiny_model(tmp_path / "m.gguf")
     with ModelFile.open(path) as file:
         spec, dense = read_spec(file), NativeBackend(ternary_bits="1.6")
-        assert dense.plan(file, spec, 64) == NativeBackend().plan(file, spec, 64)
+        assert dense.plan(file, spec, LoadSettings(64)) == NativeBackend().plan(file, spec, LoadSettings(64))
         NativeBackend().pack(file, spec, packed_path(path))
-        dense.load(file, spec, dense.plan(file, spec, 64), Device(1))  # mapped, not refused
+        dense.load(file, spec, dense.plan(file, spec, LoadSettings(64)), Device(1))  # mapped, not refused
 
 
 def test_which_ternary_bits_are_faster_is_measured() -> None:

@@ -23,6 +23,7 @@ from edgeinfer.cli import main
 from edgeinfer.errors import BadPack, ModelFileError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 LARGE = {"n_embd": 256, "n_ff": 2048, "n_layers": 4}  # 3.8 MB: most bytes are in no sample
@@ -38,7 +39,7 @@ def pack(path: Path) -> Path:
 def logits(path: Path, verify: bool = False) -> np.ndarray:
     with ModelFile.open(path) as file:
         backend, spec = NativeBackend(verify=verify), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 64), Device(1)).session()
+        session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64)), Device(1)).session()
         found = session.forward(np.arange(40), logits="all").logits
         session.close()
     return found

@@ -14,7 +14,8 @@ from edgeinfer.errors import BackendLost, Interrupted
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import Device, MemoryUse, TernaryBits
+from edgeinfer.settings import LoadSettings, TernaryBits
+from edgeinfer.types import Device, MemoryUse
 
 Answer = Callable[[int, np.ndarray], np.ndarray | None]
 PRODUCT = ctypes.CFUNCTYPE(
@@ -60,7 +61,7 @@ def session_of(path: Path, device: NumpyDevice | None, n_threads: int = 2, bits:
         spec = read_spec(file)
         place = None if device is None else device.place
         backend = NativeBackend(ternary_bits=bits, tuned=False, placement=place)
-        plan = backend.plan(file, spec, 256, 128, n_threads)
+        plan = backend.plan(file, spec, LoadSettings(256, n_batch=128, n_threads=n_threads))
         return backend.load(file, spec, plan, Device(n_threads)).session()
 
 

@@ -12,6 +12,7 @@ from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel, _core
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 N_VOCAB = 291
@@ -28,7 +29,12 @@ def model(path: Path) -> Iterator[NativeModel]:
     with ModelFile.open(path) as file:
         spec = read_spec(file)
         n_bytes = backend.expert_sizes(file, spec).total // 2
-        model = backend.load(file, spec, backend.plan(file, spec, 256, 32, 2, expert_cache=n_bytes), Device(2))
+        model = backend.load(
+            file,
+            spec,
+            backend.plan(file, spec, LoadSettings(256, n_batch=32, n_threads=2, expert_cache=n_bytes)),
+            Device(2),
+        )
         yield model
         model.close()
 

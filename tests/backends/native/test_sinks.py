@@ -13,7 +13,8 @@ from edgeinfer.backends.native import NativeBackend, NativeSession, available_is
 from edgeinfer.models import Dense, Layer, ModelSpec, dense_of, read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import CacheType, Device
+from edgeinfer.settings import CacheType, LoadSettings
+from edgeinfer.types import Device
 
 WINDOW, N_HEADS = 20, 4
 Array = NDArray[np.float64]
@@ -39,7 +40,9 @@ class Opener:
 
     def __call__(self, n_threads: int = 2, isa: str | None = None, n_batch: int = 128) -> NativeSession:
         backend = NativeBackend(tuned=False)
-        plan = backend.plan(self.file, self.spec, 256, n_batch, n_threads, self.cache_type)
+        plan = backend.plan(
+            self.file, self.spec, LoadSettings(256, n_batch=n_batch, n_threads=n_threads, cache_type=self.cache_type)
+        )
         return backend.load(self.file, self.spec, plan, Device(n_threads, isa)).session()
 
 

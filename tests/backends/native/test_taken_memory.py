@@ -21,6 +21,7 @@ from edgeinfer.errors import ModelFileChanged, ModelFileError
 from edgeinfer.memory.process import resident_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 IDS = np.array([3, 290, 0, 17, 16, 15, 255, 256, 3], dtype=np.int32)
@@ -29,7 +30,7 @@ linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 def loaded(file: ModelFile, isa: str | None = None, **options: bool) -> NativeSession:
     backend, spec = NativeBackend(tuned=False, **options), read_spec(file)
-    plan = backend.plan(file, spec, 64, n_threads=2)
+    plan = backend.plan(file, spec, LoadSettings(64, n_threads=2))
     session = backend.load(file, spec, plan, Device(2, isa)).session()
     assert replace(session.memory(), kv_cache=plan.use.kv_cache) == plan.use
     return session
@@ -45,7 +46,7 @@ def logits(path: Path, isa: str | None = None, **options: bool) -> np.ndarray:
 
 def weights_of(path: Path, **options: bool) -> int:
     with ModelFile.open(path) as file:
-        return NativeBackend(**options).plan(file, read_spec(file), 64).use.weights
+        return NativeBackend(**options).plan(file, read_spec(file), LoadSettings(64)).use.weights
 
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
@@ -171,6 +172,7 @@ from pathlib import Path
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 def status(key):
@@ -179,7 +181,7 @@ def status(key):
 
 with ModelFile.open(sys.argv[1]) as file:
     spec, backend = read_spec(file), NativeBackend(tuned=False)
-    plan = backend.plan(file, spec, 64)
+    plan = backend.plan(file, spec, LoadSettings(64))
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins now
     model = backend.load(file, spec, plan, Device(1))

@@ -9,6 +9,7 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.trial import PROMPT, SIZES, time_passes, weight_bytes
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -28,7 +29,7 @@ def check(path, cache_type):
         spec = backend.read_spec(file)
         times = time_passes(file, spec, Device(2), cache_type, "2")
         layer_bytes, output_bytes = weight_bytes(file, spec, "2")
-        plan = backend.plan(file, spec, 64)
+        plan = backend.plan(file, spec, LoadSettings(64))
     assert set(times.layers) == {*SIZES, PROMPT} and set(times.output) == set(SIZES)
     values = [*times.layers.values(), *times.output.values(), times.row_position, times.row_position_long]
     assert all(math.isfinite(value) and value >= 0 for value in values)

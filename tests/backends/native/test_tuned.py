@@ -12,6 +12,7 @@ from edgeinfer.backends.native.tuning import MOST_TOKENS, Prefetch
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
@@ -22,7 +23,7 @@ N_PROMPT = 32
 def opened(path: Path, n_threads: int = 2, isa: str | None = None, tuned: bool = True) -> NativeSession:
     file = ModelFile.open(path)
     spec, backend = read_spec(file), NativeBackend(tuned=tuned)
-    plan = backend.plan(file, spec, 128, 64, n_threads)
+    plan = backend.plan(file, spec, LoadSettings(128, n_batch=64, n_threads=n_threads))
     return backend.load(file, spec, plan, Device(n_threads, isa)).session()
 
 

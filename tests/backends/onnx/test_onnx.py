@@ -19,6 +19,7 @@ from edgeinfer.errors import (
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_mixer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 FLOATS = ["F32", "F16", "BF16"]
@@ -82,20 +83,20 @@ def test_another_cache_is_refused(tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0")) as file:
         backend, spec = OnnxBackend(), read_spec(file)
         with pytest.raises(InvalidArgument, match="no KV cache of q8_0"):
-            backend.plan(file, spec, 64, cache_type="q8_0")
+            backend.plan(file, spec, LoadSettings(64, cache_type="q8_0"))
 
 
 def test_a_type_without_a_rule_is_refused_by_name(tmp_path: Path) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_K", types={"ffn_down": "IQ4_NL"})
     with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match="ffn_down.weight: tensor type IQ4_NL is"):
-        OnnxBackend().plan(file, read_spec(file), 64)
+        OnnxBackend().plan(file, read_spec(file), LoadSettings(64))
 
 
 def test_a_graph_that_a_provider_cannot_run_is_refused(tmp_path: Path, onnx_provider: ProviderInfo) -> None:
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "F32")
     with ModelFile.open(path) as file:
         backend, spec = OnnxBackend(onnx_provider), read_spec(file)
-        plan = backend.plan(file, spec, 64)
+        plan = backend.plan(file, spec, LoadSettings(64))
         wrong = each_mixer(spec, lambda _, mixer: replace(mixer, n_kv_heads=4))  # keys of another width than the cache
         with pytest.raises((UnsupportedModel, BackendLost), match="ONNX Runtime: .* failed"):
             backend.load(file, wrong, plan, Device(1)).session().forward([1, 2, 3])

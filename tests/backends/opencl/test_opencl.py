@@ -24,6 +24,7 @@ from edgeinfer.errors import (
 )
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.types import Device
@@ -81,7 +82,7 @@ def test_packed_dot_products_give_the_same_logits(
     tokens = some_tokens(rng, 7)
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", format)) as file:
         backend, spec = OpenCLBackend(), read_spec(file)
-        plan = backend.plan(file, spec, 64)
+        plan = backend.plan(file, spec, LoadSettings(64))
         plain, packed = (
             model.session().forward(tokens, logits="all").logits
             for model in (
@@ -229,7 +230,7 @@ def test_the_plan_is_what_the_session_takes(
     path = write_tiny_model(tmp_path / "m.gguf", architecture, format)
     with ModelFile.open(path) as file:
         backend, spec = OpenCLBackend(), read_spec(file)
-        plan = backend.plan(file, spec, 100, 32)
+        plan = backend.plan(file, spec, LoadSettings(100, n_batch=32))
         device = OpenCLDevice(backend.info)
         n_before = device.n_allocated
         session = OpenCLModel(file, spec, plan, device).session()
@@ -241,7 +242,7 @@ def test_the_plan_is_what_the_session_takes(
 @pytest.mark.parametrize("format", ["Q4_0", "Q4_1", "Q8_0", "F16"])
 def test_weights_take_what_they_take_in_the_file(format: str, opencl_device: OpenCLDevice, tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", format, n_vocab=304)) as file:
-        plan = OpenCLBackend().plan(file, read_spec(file), 64)
+        plan = OpenCLBackend().plan(file, read_spec(file), LoadSettings(64))
         no_scales = 4 * 10 if format == "F16" else 0  # a buffer has 4 bytes at least
         assert plan.use.weights - no_scales == sum(info.n_bytes for info in file.tensors.values())
 
@@ -250,9 +251,9 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(opencl_device: OpenCLD
     with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "Q4_0")) as file:
         backend, spec = OpenCLBackend(), read_spec(file)
         with pytest.raises(BudgetExceeded, match=r"in one buffer, \d+ too few$"):
-            backend.plan(file, spec, 1 << 28)
+            backend.plan(file, spec, LoadSettings(1 << 28))
         with pytest.raises(InvalidArgument, match="KV cache of f16 only: found q8_0"):
-            backend.plan(file, spec, 64, cache_type="q8_0")
+            backend.plan(file, spec, LoadSettings(64, cache_type="q8_0"))
 
 
 def test_a_type_without_a_format_is_refused_by_name(opencl_device: OpenCLDevice, tmp_path: Path) -> None:
@@ -261,7 +262,7 @@ def test_a_type_without_a_format_is_refused_by_name(opencl_device: OpenCLDevice,
         ModelFile.open(path) as file,
         pytest.raises(UnsupportedModel, match="ffn_down.weight .* type IQ4_NL, which the"),
     ):
-        OpenCLBackend().plan(file, read_spec(file), 64)
+        OpenCLBackend().plan(file, read_spec(file), LoadSettings(64))
 
 
 def test_a_device_that_fails_is_a_lost_backend(tiny: Open) -> None:

@@ -22,11 +22,13 @@ from tiny_heads import write_tiny_head
 from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
-from edgeinfer import backend_choice, cli, loading
+from edgeinfer import cli
 from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
 from edgeinfer.errors import BackendLost, NumericalError, TemplateError, UnsupportedModel
+from edgeinfer.loading import backend_choice
+from edgeinfer.loading import open as loading
 from edgeinfer.sampling import SamplingParams
 
 LATE_CRASH = """

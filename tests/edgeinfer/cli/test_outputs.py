@@ -149,7 +149,7 @@ def test_parts_of_a_split_model_and_its_packed_weights_are_read_too(model: Path,
 
 
 def test_the_default_model_is_read_where_none_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgeinfer.loading.default_model", lambda: model)
+    monkeypatch.setattr("edgeinfer.loading.open.default_model", lambda: model)
     for command in ("profile", "bench"):
         result = run(command, "--plot", model)
         assert result.exit_code == 2 and "would overwrite" in result.stderr

@@ -14,9 +14,10 @@ import edgeinfer
 from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
 from edgeinfer.errors import InvalidArgument
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import Attention
-from edgeinfer.profiler import machine, passes, planner, report
+from edgeinfer.profiler import machine, passes, report
 from edgeinfer.profiler.hits import recency_hit_rate, union_of
 from edgeinfer.profiler.machine import Machine, described
 from edgeinfer.profiler.passes import Passes
@@ -34,7 +35,7 @@ def _given_speeds(monkeypatch):
     monkeypatch.setattr(report, "this_machine", lambda n_threads, needs_limits: HERE)
     monkeypatch.setattr(report, "trial_times", lambda *_: TIMES)
     monkeypatch.setattr(report, "measure_disk", lambda path: 1 * GB)
-    monkeypatch.setattr(planner, "process_of", lambda *_: Process(40 << 20, 0))  # this one grows while tests run
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(40 << 20, 0))  # this one grows while tests run
 
 
 @pytest.fixture(scope="module")

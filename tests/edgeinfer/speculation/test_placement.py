@@ -12,7 +12,7 @@ from other_vocabulary import write_reordered
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 
 import edgeinfer
-from edgeinfer import devices, load_plan
+from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
@@ -24,6 +24,7 @@ from edgeinfer.errors import (
     Interrupted,
     InvalidArgument,
 )
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation import open_on_device, placement

@@ -3,11 +3,12 @@
 import pytest
 from drafting import PROMPT, tokens_of
 
-from edgeinfer import load_plan
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -27,7 +28,9 @@ def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with ModelFile.open(draft_model) as file:
         n_threads = with_model.device.n_threads
         plan = NativeBackend(for_drafts=True, resident=True).plan(
-            file, read_spec(file), with_model.n_ctx, with_model.memory_plan.n_batch, n_threads
+            file,
+            read_spec(file),
+            LoadSettings(with_model.n_ctx, n_batch=with_model.memory_plan.n_batch, n_threads=n_threads),
         )
     assert (
         with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + NgramLookup.memory()

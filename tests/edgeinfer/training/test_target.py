@@ -21,6 +21,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.errors import NumericalError, UnsupportedModel
 from edgeinfer.models import Dense, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.training import agreement, batch_author
 from edgeinfer.training import target as target_module
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
@@ -44,7 +45,7 @@ def test_logits_equal_those_of_the_reference(
     texts = [rng.integers(0, 291, n).astype(np.int32) for n in [4] * 24 + [40]]
     with ModelFile.open(path) as file:
         backend, spec = ReferenceBackend("int8"), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 64, 64), Device(1)).session()
+        session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_batch=64)), Device(1)).session()
         target = TorchTarget(file, spec, CPU)
         logits = [target.logits(rows).numpy() for rows in target.text_features(texts)]
         wanted = [session.forward(text, logits="all").logits for text in texts]
@@ -135,7 +136,9 @@ def test_layers_have_heads_and_caches_of_their_own(tmp_path: Path, rng: np.rando
         mixer = replace(spec.layers[1].mixer, n_heads=2, n_kv_heads=1, head_dim=48, scale=0.11, rope=None)
         other = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], mixer=mixer)))
         backend, target = ReferenceBackend("int8"), TorchTarget(file, other, CPU)
-        session = backend.load(file, other, backend.plan(file, other, 64, 64), Device(1)).session()
+        session = backend.load(
+            file, other, backend.plan(file, other, LoadSettings(64, n_batch=64)), Device(1)
+        ).session()
     wanted = session.forward(tokens, logits="all").logits
     cache, found = KVCache.empty(other, 1, 16, CPU), []
     for position, token in enumerate(tokens):

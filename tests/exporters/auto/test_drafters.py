@@ -26,6 +26,7 @@ from edgeinfer.exporters.auto.target import open_target
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -193,7 +194,7 @@ def test_a_draft_model_is_written_as_it_was_measured_and_drafts(folder: Path, tm
         backend = NativeBackend(for_drafts=True)
         spec = backend.read_spec(file)
         kept = sum(file.tensors[name].n_bytes for name in file.tensors)
-        assert backend.plan(file, spec, 64).use.weights > 0.9 * kept  # nothing is rounded further
+        assert backend.plan(file, spec, LoadSettings(64)).use.weights > 0.9 * kept  # nothing is rounded further
     again = run(folder / "draft.gguf", *asked, "--dry-run")
     assert again.exit_code == 0 and "s left" not in again.stderr
     with edgeinfer.load(folder / "target.gguf", draft=[str(out)]) as engine:

@@ -27,6 +27,7 @@ from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 TEXTS = (list(range(3, 40)), [5, 8, 200])
@@ -79,7 +80,7 @@ def by_the_reference(path: Path, monkeypatch: pytest.MonkeyPatch) -> Found:
     backend = ReferenceBackend()
     with ModelFile.open(path) as file:
         spec = read_spec(file)
-        model = backend.load(file, spec, backend.plan(file, spec, 64), Device(1))
+        model = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64)), Device(1))
     for text in TEXTS:
         model.session(64).forward(text)
     return {name: (sums[name], counts[name]) for name in sums}
@@ -124,7 +125,11 @@ def test_the_sums_are_counted_before_a_model_runs(name: str, tmp_path: Path, mon
         assert squares_bytes(model.spec) == sum(found) * 20 // 8
     with ModelFile.open(path) as file:
         spec, n_ctx = read_spec(file), collect.answer_context(file)
-        needed = NativeBackend(packed=False, tuned=False).plan(file, spec, n_ctx, min(n_ctx, 128), 1).use.total
+        needed = (
+            NativeBackend(packed=False, tuned=False)
+            .plan(file, spec, LoadSettings(n_ctx, n_batch=min(n_ctx, 128), n_threads=1))
+            .use.total
+        )
         monkeypatch.setattr(devices, "available_memory", lambda: needed + squares_bytes(spec) - 1)
         with native_model(file, n_ctx, 1):
             pass

@@ -18,6 +18,7 @@ from edgeinfer.models import read_draft_spec, read_spec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -77,7 +78,7 @@ def test_its_logits_are_those_of_the_whole_model_and_it_answers_nobody(model: Pa
     for path in (model, cut):
         with ModelFile.open(path) as file:
             spec, backend = read_draft_spec(file), NativeBackend(tuned=False)
-            session = backend.load(file, spec, backend.plan(file, spec, 64), Device(1)).session()
+            session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64)), Device(1)).session()
             logits.append(session.forward([1, 7, 250, 3], logits="all").logits)
             ids = draft_vocab_of(file, spec.n_vocab)
     assert_array_equal(logits[1], logits[0][:, ids])

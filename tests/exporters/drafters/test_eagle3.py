@@ -38,6 +38,7 @@ from edgeinfer.exporters.source import open_source
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -221,8 +222,10 @@ def test_a_head_with_ternary_matrices_is_copied_and_computes_what_they_say(
         spec = read_head_beside(file, target, read_spec(target))
         rows = np.random.default_rng(0).standard_normal((8, spec.n_rows)).astype(np.float32)
         reference = open_reference_head(file, spec, target, read_spec(target), 64, "int8")
-        backend, plan = NativeBackend(tuned=False), plan_head(file, spec, 64, 8, 1)
-        opened = backend.load(target, read_spec(target), backend.plan(target, read_spec(target), 64), Device(1))
+        backend, plan = NativeBackend(tuned=False), plan_head(file, spec, LoadSettings(64, n_batch=8, n_threads=1))
+        opened = backend.load(
+            target, read_spec(target), backend.plan(target, read_spec(target), LoadSettings(64)), Device(1)
+        )
         head = load_head(file, spec, opened, plan, Device(1))
         found, expected = (
             session.forward(range(8), session.combine(rows), logits="all").logits

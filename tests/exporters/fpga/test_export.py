@@ -29,6 +29,7 @@ from edgeinfer.hls.geometry import Geometry
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 
@@ -205,7 +206,7 @@ def test_the_golden_layer_is_that_of_the_reference(tiny: Path, written: Path) ->
     backend = ReferenceBackend(activations="int8")
     with ModelFile.open(tiny) as file:
         spec = read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 8), Device(1)).session()
+        session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(8)), Device(1)).session()
     hidden = session.forward(tokens, hidden=[0]).hidden
     assert hidden is not None
     found = folder.array("golden.layers.0.output")

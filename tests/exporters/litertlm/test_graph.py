@@ -21,6 +21,7 @@ from edgeinfer.exporters.litertlm.graph import (
 )
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device
 
 if not is_there("litert"):
@@ -65,7 +66,7 @@ def compared(folder: Path, source: Path, fine: bool = True) -> tuple[float, floa
         spec, backend = read_spec(file), ReferenceBackend()
         with (folder / "model.tflite").open("wb") as out:
             build_model(file, spec, N_CTX, fine).write(out)
-        session = backend.load(file, spec, backend.plan(file, spec, N_CTX), Device(1)).session()
+        session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(N_CTX)), Device(1)).session()
         wanted = np.array(session.forward(TOKENS, logits="all").logits)[32:]
     found = logits_of(folder / "model.tflite", spec)
     error = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

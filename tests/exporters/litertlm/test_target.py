@@ -141,7 +141,7 @@ def test_drafts_are_refused(request_of_tiny: Request) -> None:
 def test_the_default_model_gives_its_text_in_the_runtime(tmp_path: Path) -> None:
     if not is_there("demo"):
         missing("demo", "the default model is not installed")
-    from edgeinfer.loading import default_model
+    from edgeinfer.loading.open import default_model
 
     source = default_model()
     assert source is not None

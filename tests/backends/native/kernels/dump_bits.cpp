@@ -1,11 +1,14 @@
 // Runs everything that computes on made-up numbers, once for each instruction set that this CPU has, and prints a hash
 // of the bits that come out: "isa what hash". All hashes of one `what` must be equal, on this CPU and on any other.
-// Arguments are names of instruction sets: only those are run.
+// Arguments are names of instruction sets: only those are run. With "few" among them, fewer decoders run, but all code:
+// for emulators.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -55,9 +58,9 @@ void check_all_ways(const Kernels& kernels, Matrix m, const Inputs& inputs, int 
     for (const int at_once : {1, 2, 4}) {
         for (int tokens = 1; tokens <= kFewTokens; tokens++) {
             const Prefetch way{64 * tokens, true, static_cast<Hint>(tokens % 3), at_once, tokens, 0, 1, true};
-            if (at_once == 4 && 1 < tokens && tokens < kFewTokens) continue;  // 4 are only for one token
             for (int n = 1; n <= kFewTokens; n++) {
-                if (1 < tokens && tokens < n - 1) continue;  // 1 and n - 1 stand for all below n
+                if (1 < tokens && tokens < n - 1) continue;                         // 1 and n - 1 stand for all below n
+                if (at_once / 2 >= kernels.at_once(std::max(n, tokens))) continue;  // which has not so many
                 policy.plain[n] = policy.ternary[n] = way;
                 kernels.matmul(m, inputs, n, 0, n_groups, nullptr, z.data(), static_cast<size_t>(m.n_out));
                 if (!std::memcmp(y.data(), z.data(), static_cast<size_t>(n * m.n_out) * sizeof(float))) continue;
@@ -340,21 +343,35 @@ void passes(const Kernels& kernels, const std::string& name, RandomDecoder& rand
     random.state().commit(rows.data(), n);
     pass(tree, n);
     random.state().commit(path.data(), static_cast<int>(path.size()));
-    pass(chain, n);
+    pass(chain, 3);
     random.state().commit(rows.data(), 1);
     pass(chain, 1);
 }
 
-void decoders(const Kernels& kernels) {
+// Whether the decoder of this format has something in its attention or before it that only some have, which meets each
+// type of the cache in code of its own.
+bool has_other_attention(Format format) {
+    return format == Format::Q4_0 || format == Format::Q4_K || format == Format::Q5_K || format == Format::I2_S ||
+           format == Format::MXFP4;
+}
+
+// Likewise of its experts.
+bool has_other_experts(Format format) {
+    return format == Format::F16 || format == Format::Q8_0 || format == Format::Q4_K || format == Format::Q6_K ||
+           format == Format::MXFP4;
+}
+
+void decoders(const Kernels& kernels, bool few) {
     const auto name = [](const char* kind, int number, Format format) {
         return kind + std::to_string(number) + "-" + std::to_string(static_cast<int>(format));
     };
     for (const Format format : kFormats) {
         for (const KvType kv_type : {KvType::F16, KvType::Q8_0, KvType::K6V4}) {
+            if (few && kv_type != KvType::F16 && !has_other_attention(format)) continue;
             RandomDecoder random(kernels, format, kv_type, SecondLayer::Dense);
             passes(kernels, name("decoder-", static_cast<int>(kv_type), format), random);
         }
-        if (format == Format::I2_S) continue;  // not of experts
+        if (format == Format::I2_S || (few && !has_other_experts(format))) continue;  // I2_S: not of experts
         RandomDecoder random(kernels, format, KvType::F16, SecondLayer::Experts);
         passes(kernels, "experts-" + std::to_string(static_cast<int>(format)), random);
     }
@@ -363,15 +380,15 @@ void decoders(const Kernels& kernels) {
 }  // namespace
 
 int main(int n_arguments, char** arguments) {
+    const std::set<std::string> named(arguments + 1, arguments + n_arguments);
+    const bool few = named.count("few"), all_sets = named.size() == size_t{few};
     for (int i = 0; i < n_instruction_sets; i++) {
         if (!instruction_sets[i].can_run()) continue;
         const Kernels& kernels = *instruction_sets[i].kernels;
-        bool is_wanted = n_arguments == 1;
-        for (int a = 1; a < n_arguments; a++) is_wanted = is_wanted || std::strcmp(arguments[a], kernels.name) == 0;
-        if (!is_wanted) continue;
+        if (!all_sets && !named.count(kernels.name)) continue;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
         routing(kernels);
-        decoders(kernels);
+        decoders(kernels, few);
     }
 }

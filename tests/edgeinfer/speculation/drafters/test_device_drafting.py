@@ -9,6 +9,7 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.errors import NumericalError
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
@@ -175,7 +176,7 @@ def test_levels_of_a_tree_follow_the_first_nodes():
 def test_device_drafting_is_calibrated_by_number_of_levels(model):
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
-        session = backend.load(file, spec, backend.plan(file, spec, 256), Device(1)).session()
+        session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(256)), Device(1)).session()
         draft = DraftSource(file, spec, lambda *made: None, lambda own: own, levels_of_model)
         assert device_drafting_of(draft, session) is None
         asked = let_draft(session)

@@ -13,14 +13,15 @@ from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import load_plan
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
+from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
@@ -310,7 +311,7 @@ def fresh_logits(engine, head, text, path):
     """Logits of the head behind a text, in one pass with the target's features of one pass, then one by one."""
     with ModelFile.open(head) as file:
         spec = read_head(file)
-        plan = plan_head(file, spec, 256, 256, 1)
+        plan = plan_head(file, spec, LoadSettings(256, n_batch=256, n_threads=1))
         session = load_head(file, spec, engine.session.model, plan, engine.device).session()
         with edgeinfer.load(engine.path, draft="none") as other:
             rows = other.session.forward(text[:-1], hidden=spec.taps).features
@@ -559,7 +560,7 @@ def test_a_head_is_in_the_plan(opened, model, head):
     with_head, without = opened(model, draft=str(head)), opened(model)
     with ModelFile.open(head) as file:
         n_threads, n_ctx = with_head.device.n_threads, with_head.n_ctx
-        plan = plan_head(file, read_head(file), n_ctx, 128, n_threads)
+        plan = plan_head(file, read_head(file), LoadSettings(n_ctx, n_batch=128, n_threads=n_threads))
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
     n_logits = drafter.session.spec.decoder.n_logits

@@ -1,90 +1,87 @@
-"""What a load does with less of, so that it keeps to its budget. Pure: plans are numbers, nothing is loaded.
+"""What fits into a limit of memory: settings with less of some things, in a fixed order. Pure: plans are numbers.
 
-Things are given up in a fixed order, the least useful first: draft tables become smaller, a draft model or a head is
-left out, the expert cache becomes smaller, and last the batch. None of them changes the text. Where a step makes the
-plan fit, what was given up before it comes back as far as there is room.
+A load gives up the least useful first: draft tables become smaller, a draft model or a head is left out, the expert
+cache becomes smaller, and last the batch. None of them changes the text. Where a step makes the plan fit, what was
+given up before it comes back as far as there is room. What a caller would notice, as a shorter context or a smaller
+cache type, is only proposed or listed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.types import CacheType
+from edgeinfer.settings import LoadSettings
 
 DraftPlaces: TypeAlias = Literal["all", "cpu", "own memory", "none"]
 LEAST_BATCH = 16  # tokens of a pass: with fewer the weights are read so often that a prompt takes several times as long
-LedgerOf: TypeAlias = Callable[["LoadSettings"], Ledger]
+S = TypeVar("S", bound=LoadSettings)
 
 
 @dataclass(frozen=True)
-class LoadSettings:
-    """What a load is to have.
+class FitSettings(LoadSettings):
+    """The settings of a load, and what its drafters have less of than they want.
 
-    expert_cache: bytes, None for all experts in memory.  tables: draft tables of 1 / 2**tables of their full size, each
-    at least as large as is of use; None for no such drafters.  draft: where a draft model or a head may run:
-    everywhere, on the CPU and on devices with memory of their own, only on these, or nowhere.
+    tables: draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such
+    drafters.  places: where a draft model or a head may run: everywhere, on the CPU and on devices with memory of their
+    own, only on these, or nowhere.
     """
 
-    n_ctx: int
-    n_batch: int
-    cache_type: CacheType = "f16"
-    expert_cache: int | None = None
     tables: int | None = 0
-    draft: DraftPlaces = "all"
+    places: DraftPlaces = "all"
 
 
 class Knob(Protocol):
     """One setting that a load can do with less of."""
 
-    def least(self, settings: LoadSettings) -> LoadSettings:
+    def least(self, settings: S) -> S:
         """The settings with as little of it as a load can do with."""
         ...
 
-    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
+    def best(self, settings: S, fitting: Fitting[S]) -> S:
         """The settings with as much of it as fits. They fit with the least of it."""
         ...
 
 
-class Fitting:
+class Fitting(Generic[S]):
     """Plans against a limit. ledger_of: the plan of settings; may raise BudgetExceeded for a device's own memory."""
 
-    def __init__(self, ledger_of: LedgerOf, limit: int) -> None:
+    def __init__(self, ledger_of: Callable[[S], Ledger], limit: int) -> None:
         self.ledger_of = ledger_of
         self.limit = limit
 
-    def over(self, settings: LoadSettings) -> float:
+    def over(self, settings: S) -> float:
         """Bytes above the limit, negative for what is left; infinite where a device has no room."""
         try:
             return self.ledger_of(settings).peak - self.limit
         except BudgetExceeded:
             return float("inf")
 
-    def fits(self, settings: LoadSettings) -> bool:
+    def fits(self, settings: S) -> bool:
         """Whether they keep to the limit."""
         return self.over(settings) <= 0
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """A setting with a few values, the best one first. field: of LoadSettings."""
+    """A setting with a few values, the best one first. field: of the settings."""
 
     field: str
     values: Sequence[Any]
 
-    def least(self, settings: LoadSettings) -> LoadSettings:
+    def least(self, settings: S) -> S:
         """See Knob."""
         return self._with(settings, self.values[-1])
 
-    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
+    def best(self, settings: S, fitting: Fitting[S]) -> S:
         """See Knob."""
         each = (self._with(settings, value) for value in self.values)
         return next(one for one in each if one == self.least(settings) or fitting.fits(one))
 
-    def _with(self, settings: LoadSettings, value: Any) -> LoadSettings:
+    def _with(self, settings: S, value: Any) -> S:
         return replace(settings, **{self.field: value})
 
 
@@ -96,14 +93,14 @@ def smaller_batches(n_batch: int) -> Ladder:
     return Ladder("n_batch", values)
 
 
-def least_settings(wanted: LoadSettings, knobs: Sequence[Knob]) -> LoadSettings:
+def least_settings(wanted: S, knobs: Sequence[Knob]) -> S:
     """The settings with the least of everything."""
     for knob in knobs:
         wanted = knob.least(wanted)
     return wanted
 
 
-def settle(wanted: LoadSettings, knobs: Sequence[Knob], fitting: Fitting) -> LoadSettings | None:
+def fit(wanted: S, knobs: Sequence[Knob], fitting: Fitting[S]) -> S | None:
     """The settings to load with, those that are wanted if they fit; None where not even the least of everything does.
 
     knobs: in the order in which things are given up.
@@ -120,16 +117,23 @@ def settle(wanted: LoadSettings, knobs: Sequence[Knob], fitting: Fitting) -> Loa
     return None
 
 
-def largest_n_ctx(settings: LoadSettings, fitting: Fitting) -> int:
+def fit_context(settings: S, sizes: Sequence[int], fitting: Fitting[S]) -> S | None:
+    """The settings with the most positions that fit, of these in rising order; None where none do."""
+    found, too_many = -1, len(sizes)
+    while too_many - found > 1:  # more positions never take fewer bytes
+        middle = (found + too_many) // 2
+        if fitting.fits(replace(settings, n_ctx=sizes[middle])):
+            found = middle
+        else:
+            too_many = middle
+    return None if found < 0 else replace(settings, n_ctx=sizes[found])
+
+
+def largest_n_ctx(settings: S, fitting: Fitting[S]) -> int:
     """Largest number of positions up to those of the settings that fits, 0 if there is none.
 
     Rounded down to a multiple of 64 where that leaves any.
     """
-    fits, too_many = 0, settings.n_ctx + 1
-    while too_many - fits > 1:  # more positions never take fewer bytes
-        middle = (fits + too_many) // 2
-        if fitting.fits(replace(settings, n_ctx=middle)):
-            fits = middle
-        else:
-            too_many = middle
-    return fits - fits % 64 if fits >= 64 else fits
+    found = fit_context(settings, range(1, settings.n_ctx + 1), fitting)
+    n_ctx = 0 if found is None else found.n_ctx
+    return n_ctx - n_ctx % 64 if n_ctx >= 64 else n_ctx

@@ -18,12 +18,12 @@ from edgeinfer.errors import (
     UnsupportedModel,
     warn,
 )
-from edgeinfer.load_options import BackendName, LoadOptions, TernaryChoice
-from edgeinfer.memory.planner import LoadSettings
+from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
 from edgeinfer.offload.file_experts import has_experts
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import Device, ExpertSizes, MemoryPlan
 
 DEFAULT_N_CTX = 4096  # at most, where the caller says nothing
@@ -70,21 +70,14 @@ class Target:
     wanted: LoadSettings
     sizes: ExpertSizes | None
     rough: Target | None = None
-    _plans: dict[tuple[object, ...], MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
+    _plans: dict[LoadSettings, MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
 
     def planned(self, settings: LoadSettings) -> PlannedModel:
         """The model with these settings."""
-        key = settings.n_ctx, settings.n_batch, settings.cache_type, settings.expert_cache
-        if key not in self._plans:
-            self._plans[key] = self._plan(settings)
-        return PlannedModel(self.file, self.backend, self.spec, self._plans[key], self.device)
-
-    def _plan(self, settings: LoadSettings) -> MemoryPlan:
-        asked = settings.n_ctx, settings.n_batch, self.device.n_threads, settings.cache_type
-        if settings.expert_cache is None:
-            return self.backend.plan(self.file, self.spec, *asked)
-        assert isinstance(self.backend, ExpertBackend)
-        return self.backend.plan(self.file, self.spec, *asked, settings.expert_cache)
+        asked = settings.of_model
+        if asked not in self._plans:
+            self._plans[asked] = self.backend.plan(self.file, self.spec, asked)
+        return PlannedModel(self.file, self.backend, self.spec, self._plans[asked], self.device)
 
 
 def choose_target(file: ModelFile, options: LoadOptions) -> Target:
@@ -147,7 +140,8 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
             )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
-    wanted = LoadSettings(n_ctx, min(options.n_batch, n_ctx), options.cache_type, expert_cache)
+    more = {"n_threads": device.n_threads, "expert_cache": expert_cache, "draft": options.drafter_names()}
+    wanted = LoadSettings.of(options, n_ctx, **more).with_batch()
     target = Target(file, backend, spec, device, wanted, sizes)
     if is_measured:
         target = replace(target, rough=replace(target, backend=open_backend("native", "1.6"), _plans={}))

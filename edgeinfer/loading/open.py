@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from edgeinfer.arguments import shown
-from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import ExpertBackend, Model, Session
-from edgeinfer.engine import Engine
+from edgeinfer.engine import Engine, Helpers, Loaded
 from edgeinfer.errors import InvalidArgument, UnsupportedModel, warn
-from edgeinfer.expert_device import open_tier
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
-from edgeinfer.load_ledger import give_back_freed
-from edgeinfer.load_options import FileName, LoadKeywords, LoadOptions
-from edgeinfer.load_plan import plan_load, warn_of_dropped
+from edgeinfer.loading.backend_choice import PlannedModel
+from edgeinfer.loading.expert_device import open_tier
+from edgeinfer.loading.ledger import give_back_freed
+from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
+from edgeinfer.loading.plan import plan_load, warn_of_dropped
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -78,9 +78,8 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(tier.close)
     file.unmap()
     give_back_freed()
-    name, to_close = planned.backend.name, opened.pop_all()
-    device_plan = planned.plan, planned.device
-    return Engine(session, tokenizer, file, *device_plan, name, to_close, speculator, experts, tier, plan.ledger)
+    loaded = Loaded(file, planned.plan, planned.device, planned.backend.name, plan.ledger)
+    return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, tier))
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:

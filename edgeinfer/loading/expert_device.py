@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from edgeinfer.backend_choice import PlannedModel
 from edgeinfer.backends.base import Model, TieredModel
 from edgeinfer.errors import BackendLost, InvalidArgument, UnsupportedModel
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.backend_choice import PlannedModel
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.placement import ExpertTimes, interpolated

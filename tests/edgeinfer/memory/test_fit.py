@@ -8,29 +8,29 @@ import pytest
 
 from edgeinfer.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.memory.budget import Item, Ledger
-from edgeinfer.memory.limit import Limit
-from edgeinfer.memory.planner import (
+from edgeinfer.memory.fit import (
+    FitSettings,
     Fitting,
     Ladder,
-    LoadSettings,
+    fit,
     largest_n_ctx,
     least_settings,
-    settle,
     smaller_batches,
 )
+from edgeinfer.memory.limit import Limit
 from edgeinfer.memory.refusal import FileSizes, refusal
 
-WANTED = LoadSettings(n_ctx=100, n_batch=128)
+WANTED = FitSettings(n_ctx=100, n_batch=128)
 KNOBS = [
     Ladder("tables", [0, 1, 2, None]),
-    Ladder("draft", ["all", "none"]),
+    Ladder("places", ["all", "none"]),
     Ladder("expert_cache", [None, 300, 100]),
     smaller_batches(128),
 ]
 FILE = FileSizes(Path("some.gguf"), 1100, 1000, 1000)
 
 
-def ledger_of(settings: LoadSettings) -> Ledger:
+def ledger_of(settings: FitSettings) -> Ledger:
     """1000 bytes of weights, 10 a position, 1 a row, 400 of experts, 64 of tables, 200 of a draft model."""
     tables = 0 if settings.tables is None else 64 >> settings.tables
     items = [
@@ -38,13 +38,13 @@ def ledger_of(settings: LoadSettings) -> Ledger:
         Item("KV cache", (10 if settings.cache_type == "f16" else 6) * settings.n_ctx),
         Item("activations", settings.n_batch),
         Item("experts", 400 if settings.expert_cache is None else settings.expert_cache),
-        Item("drafters", tables + (200 if settings.draft == "all" else 0)),
+        Item("drafters", tables + (200 if settings.places == "all" else 0)),
     ]
     return Ledger(tuple(items), loading=8)
 
 
-def settled(limit: int, wanted: LoadSettings = WANTED) -> LoadSettings | None:
-    return settle(wanted, KNOBS, Fitting(ledger_of, limit))
+def settled(limit: int, wanted: FitSettings = WANTED) -> FitSettings | None:
+    return fit(wanted, KNOBS, Fitting(ledger_of, limit))
 
 
 ALL = ledger_of(WANTED).peak
@@ -58,10 +58,10 @@ LEAST = ledger_of(least_settings(WANTED, KNOBS)).peak
         (1, {"tables": 1}),
         (33, {"tables": 2}),
         (49, {"tables": None}),
-        (65, {"tables": 0, "draft": "none"}),  # the tables are back
-        (201, {"tables": 1, "draft": "none"}),
-        (101, {"tables": 0, "draft": "none"}),
-        (564, {"tables": None, "draft": "none", "expert_cache": 100}),
+        (65, {"tables": 0, "places": "none"}),  # the tables are back
+        (201, {"tables": 1, "places": "none"}),
+        (101, {"tables": 0, "places": "none"}),
+        (564, {"tables": None, "places": "none", "expert_cache": 100}),
     ],
 )
 def test_things_are_given_up_in_their_order_and_come_back_as_far_as_there_is_room(missing: int, changes: dict) -> None:
@@ -94,7 +94,7 @@ def test_no_setting_that_would_fit_better_is_missed() -> None:
         assert found == _with(tuple(reversed(best)), values)
 
 
-def _with(rank: tuple[int, ...], values: list) -> LoadSettings:
+def _with(rank: tuple[int, ...], values: list) -> FitSettings:
     changes = {knob.field: each[at] for knob, each, at in zip(KNOBS, values, rank, strict=True)}
     return replace(WANTED, **changes)
 
@@ -112,7 +112,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
 
 
-def refused(limit: int, wanted: LoadSettings = WANTED) -> str:
+def refused(limit: int, wanted: FitSettings = WANTED) -> str:
     settings = least_settings(wanted, KNOBS)
     return str(refusal(FILE, settings, Fitting(ledger_of, limit), Limit(limit, limit)))
 
@@ -136,7 +136,7 @@ def test_the_largest_n_ctx_keeps_to_the_limit(limit: int, n_ctx: int) -> None:
 
 
 def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
-    def picky(settings: LoadSettings) -> Ledger:
+    def picky(settings: FitSettings) -> Ledger:
         if settings.cache_type != "f16":
             raise InvalidArgument("heads of 80 numbers have no q8_0")
         return ledger_of(settings)
@@ -149,7 +149,7 @@ def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
 def test_what_fits_is_found_in_few_plans() -> None:
     asked = []
 
-    def counted(settings: LoadSettings) -> Ledger:
+    def counted(settings: FitSettings) -> Ledger:
         asked.append(settings)
         return ledger_of(settings)
 
@@ -158,12 +158,12 @@ def test_what_fits_is_found_in_few_plans() -> None:
 
 
 def test_what_a_device_refuses_is_refused_with_what_fits_too() -> None:
-    def of_a_device(settings: LoadSettings) -> Ledger:
+    def of_a_device(settings: FitSettings) -> Ledger:
         if settings.n_ctx > 70:
             raise BudgetExceeded(f"{settings.n_ctx} are too many for the device")
         return ledger_of(settings)
 
     fitting = Fitting(of_a_device, 10**9)
-    assert settle(WANTED, KNOBS, fitting) is None
+    assert fit(WANTED, KNOBS, fitting) is None
     error = refusal(FILE, WANTED, fitting, Limit(10**9, 10**9))
     assert str(error) == "100 are too many for the device: n_ctx 64 fits (-c 64)"

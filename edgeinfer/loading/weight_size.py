@@ -10,15 +10,14 @@ from itertools import cycle
 from typing import NoReturn
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.backend_choice import Target
 from edgeinfer.errors import BudgetExceeded
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Tensor, layout
 from edgeinfer.exporters.source import Bytes, GgufSource
 from edgeinfer.files import temporary_folder
-from edgeinfer.load_options import LoadOptions
-from edgeinfer.load_plan import LoadPlan, plan_load
+from edgeinfer.loading.options import LoadOptions
+from edgeinfer.loading.plan import LoadPlan, plan_load
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.types import MemoryUse
@@ -87,9 +86,8 @@ class _Fit:
         for each in self.subjects:
             if each.name in types and not self._is_in_file_alone(each):
                 self.file.define(each.name, types[each.name], each.tensor.shape, _never_read)
-        model, settings = self.plan.model, self.plan.settings
-        target = Target(self.file, model.backend, model.spec, model.device, settings, None)
-        return target.planned(settings).plan.use
+        model = self.plan.model
+        return model.backend.plan(self.file, model.spec, self.plan.settings.of_model).use
 
 
 def _held(use: MemoryUse) -> int:

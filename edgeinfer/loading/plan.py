@@ -6,27 +6,40 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from edgeinfer.arguments import human_bytes
-from edgeinfer.backend_choice import PlannedModel, Target, choose_target
 from edgeinfer.errors import UnsupportedModel, warn
-from edgeinfer.expert_device import TierPlan, plan_tier, with_tier
-from edgeinfer.load_ledger import ledger_of, process_of
-from edgeinfer.load_options import LoadOptions
+from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
+from edgeinfer.loading.expert_device import TierPlan, plan_tier, with_tier
+from edgeinfer.loading.ledger import ledger_of, process_of
+from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
+from edgeinfer.memory.fit import (
+    DraftPlaces,
+    FitSettings,
+    Fitting,
+    Knob,
+    Ladder,
+    S,
+    fit,
+    least_settings,
+    smaller_batches,
+)
 from edgeinfer.memory.limit import Limit, limit_of, parse_budget
-from edgeinfer.memory.planner import Fitting, Knob, Ladder, LoadSettings, least_settings, settle, smaller_batches
+from edgeinfer.memory.process import Process
 from edgeinfer.memory.refusal import FileSizes, refusal
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.cache_size import AUTO, fitting_bytes, largest_cache, parse
 from edgeinfer.offload.size_search import CacheSizeSearch, load_search, search_key
+from edgeinfer.settings import LoadSettings
 from edgeinfer.types import ExpertSizes
 
 if TYPE_CHECKING:
     from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
+Draft: TypeAlias = str | tuple[str, ...]  # of LoadSettings
 _CHANGING = ("llama.cpp",)  # backends whose text depends on the batch: theirs is never made smaller
 
 
@@ -44,8 +57,8 @@ class LoadPlan:
     tier: TierPlan | None
     ledger: Ledger
     limit: Limit
-    wanted: LoadSettings
-    settings: LoadSettings
+    wanted: FitSettings
+    settings: FitSettings
     steps: Sequence[str]
     dropped: Mapping[str, str]
 
@@ -68,15 +81,14 @@ def plan_load(file: ModelFile, options: LoadOptions) -> LoadPlan:
     target = choose_target(file, options)
     if n_tokens > target.spec.n_vocab:
         raise UnsupportedModel(f"{file.path}: {n_tokens} tokens, but embeddings for {target.spec.n_vocab} only")
-    choice = _find_drafters(target, options, n_tokens)
+    planner = Planner(target, lambda draft: _find_drafters(target, options, draft, n_tokens))
     try:
-        plan = _Planner(target, choice, options).plan()
+        plan = _Load(planner, options).plan()
     except BaseException:
-        if choice is not None:
-            choice.close()
+        planner.close()
         raise
-    if choice is not None and (plan.drafters is None or plan.drafters.file is None):
-        choice.close()
+    if plan.drafters is None or plan.drafters.file is None:
+        planner.close()
     return plan
 
 
@@ -93,7 +105,7 @@ def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
 
 def plan_without_drafters(file: ModelFile, options: LoadOptions) -> LoadPlan:
     """What `edgeinfer.load` would do with nothing that drafts; tells what is done without. Errors as there."""
-    plan = _Planner(choose_target(file, options), None, options).plan()
+    plan = _Load(Planner(choose_target(file, options), lambda draft: None), options).plan()
     plan.tell()
     return plan
 
@@ -104,9 +116,8 @@ def plan_beside(file: ModelFile, options: LoadOptions, first: LoadPlan) -> Plann
     return plan_model(file, replace(options, budget=max(1, left)))
 
 
-def _find_drafters(target: Target, options: LoadOptions, n_tokens: int) -> DraftChoice | None:
+def _find_drafters(target: Target, options: LoadOptions, draft: Draft, n_tokens: int) -> DraftChoice | None:
     """What can draft beside a model, None where nothing is to be drafted. n_tokens: of the vocabulary."""
-    draft = options.drafter_names()
     if draft == "none" or not options.draft_max:
         return None
     if target.backend.name != "native":
@@ -120,31 +131,89 @@ def _find_drafters(target: Target, options: LoadOptions, n_tokens: int) -> Draft
     return find_drafters(draft, target.file, n_tokens, wanted, n_threads, options.draft_device, options.draft_max)
 
 
-class _Planner:
-    """The plan of one load. choice: what can draft, None for nothing."""
+@dataclass(frozen=True)
+class Planned:
+    """A plan for some settings, and every byte of it. drafters: None where nothing drafts."""
 
-    def __init__(self, target: Target, choice: DraftChoice | None, options: LoadOptions) -> None:
-        self._target, self._choice, self._options = target, choice, options
-        self._process = process_of(target, choice)
-        n_threads = target.device.n_threads
-        self._limit = limit_of(parse_budget(options.budget), self._process.resident, n_threads)
+    model: PlannedModel
+    drafters: DraftPlan | None
+    ledger: Ledger
+
+
+class Planner:
+    """Plans of a model on its backend for any settings; nothing is refused for being too large. Closed by the caller.
+
+    find: what can draft, opened, by LoadSettings.draft; None for nothing.
+    """
+
+    def __init__(self, target: Target, find: Callable[[Draft], DraftChoice | None]) -> None:
+        self.target = target
+        self._find = find
+        self._choices: dict[Draft, DraftChoice | None] = {}
+        self._known: dict[tuple[object, ...], Planned] = {}
+
+    @cached_property
+    def process(self) -> Process:
+        """What the process takes, as it is measured at first."""
+        return process_of(self.target, self.choice(self.target.wanted))
+
+    def choice(self, settings: LoadSettings) -> DraftChoice | None:
+        """What can draft. Raises as `find`."""
+        if settings.draft not in self._choices:
+            self._choices[settings.draft] = self._find(settings.draft)
+        return self._choices[settings.draft]
+
+    def planned(
+        self, settings: LoadSettings, tables: int | None = 0, places: DraftPlaces = "all", is_rough: bool = False
+    ) -> Planned:
+        """The plan for settings. Raises InvalidArgument for a cache that the model cannot have.
+
+        tables, places: see FitSettings.  is_rough: as Target.rough plans.
+        """
+        key = settings, tables, places, is_rough
+        if key not in self._known:
+            target = self.target.rough if is_rough else self.target
+            assert target is not None
+            model, choice = target.planned(settings), self.choice(settings)
+            found = None if choice is None else choice.plan(model.plan, tables, places)
+            if found is not None and not found.tables and found.file is None:
+                found = None
+            self._known[key] = Planned(model, found, ledger_of(model, found, self.process))
+        return self._known[key]
+
+    def close(self) -> None:
+        """Close the files of draft models and heads."""
+        for choice in self._choices.values():
+            if choice is not None:
+                choice.close()
+
+
+class _Load:
+    """The plan of one load."""
+
+    def __init__(self, planner: Planner, options: LoadOptions) -> None:
+        self._planner, self._options = planner, options
+        self._target = target = planner.target
+        self._choice = planner.choice(target.wanted)
+        self._limit = limit_of(parse_budget(options.budget), planner.process.resident, target.device.n_threads)
+        self._wanted = FitSettings(**vars(target.wanted))
 
     def plan(self) -> LoadPlan:
         """Raises BudgetExceeded, and what plan_tier raises."""
-        target, options = self._target, self._options
-        if target.rough is not None:
-            self._settled(target.rough)  # refuses what cannot fit before anything is measured
-        settings = self._settled(target)
-        model, drafters = target.planned(settings), self._drafters(target, settings)
-        tier = plan_tier(model, options, self._limit.n_bytes - self._ledger(target, settings).peak)
+        if self._target.rough is not None:
+            self._settled(is_rough=True)  # refuses what cannot fit before anything is measured
+        settings = self._settled()
+        planned = self._planned(settings)
+        model, drafters = planned.model, planned.drafters
+        tier = plan_tier(model, self._options, self._limit.n_bytes - planned.ledger.peak)
         if tier is not None:
             model = with_tier(model, tier)
         use = replace(model.plan.use, drafters=0 if drafters is None else drafters.n_bytes)
         model = replace(model, plan=replace(model.plan, use=use))
-        ledger = ledger_of(model, drafters, self._process)
-        steps = tuple(_steps(target, self._choice, settings))
+        ledger = ledger_of(model, drafters, self._planner.process)
+        steps = tuple(_steps(self._target, self._choice, self._wanted, settings))
         dropped = {} if self._choice is None else self._choice.dropped
-        return LoadPlan(model, drafters, tier, ledger, self._limit, target.wanted, settings, steps, dropped)
+        return LoadPlan(model, drafters, tier, ledger, self._limit, self._wanted, settings, steps, dropped)
 
     @cached_property
     def _knobs(self) -> Sequence[Knob]:
@@ -152,28 +221,22 @@ class _Planner:
         target, choice = self._target, self._choice
         knobs: list[Knob] = []
         if choice is not None:
-            knobs += [Ladder("tables", choice.table_steps(target.wanted.n_ctx)), Ladder("draft", choice.place_steps())]
+            knobs += [Ladder("tables", choice.table_steps(target.wanted.n_ctx)), Ladder("places", choice.place_steps())]
         if target.sizes is not None and target.wanted.expert_cache != target.sizes.least:
             knobs.append(_cache_knob(target, target.sizes, self._options))
         if target.backend.name not in _CHANGING:
             knobs.append(smaller_batches(target.wanted.n_batch))
         return knobs
 
-    def _settled(self, target: Target) -> LoadSettings:
-        fitting = Fitting(lambda settings: self._ledger(target, settings), self._limit.n_bytes)
-        settings = settle(target.wanted, self._knobs, fitting)
+    def _settled(self, is_rough: bool = False) -> FitSettings:
+        fitting = Fitting[FitSettings](lambda of: self._planned(of, is_rough).ledger, self._limit.n_bytes)
+        settings = fit(self._wanted, self._knobs, fitting)
         if settings is not None:
             return settings
-        raise refusal(_sizes_of(target.file), least_settings(target.wanted, self._knobs), fitting, self._limit)
+        raise refusal(_sizes_of(self._target.file), least_settings(self._wanted, self._knobs), fitting, self._limit)
 
-    def _ledger(self, target: Target, settings: LoadSettings) -> Ledger:
-        return ledger_of(target.planned(settings), self._drafters(target, settings), self._process)
-
-    def _drafters(self, target: Target, settings: LoadSettings) -> DraftPlan | None:
-        if self._choice is None:
-            return None
-        found = self._choice.plan(target.planned(settings).plan, settings)
-        return found if found.tables or found.file is not None else None
+    def _planned(self, settings: FitSettings, is_rough: bool = False) -> Planned:
+        return self._planner.planned(settings, settings.tables, settings.places, is_rough)
 
 
 @dataclass(frozen=True)
@@ -187,11 +250,11 @@ class CacheKnob:
     wanted: int | None
     measured: Callable[[int], int | None]
 
-    def least(self, settings: LoadSettings) -> LoadSettings:
+    def least(self, settings: S) -> S:
         """See Knob."""
         return replace(settings, expert_cache=self.sizes.least)
 
-    def best(self, settings: LoadSettings, fitting: Fitting) -> LoadSettings:
+    def best(self, settings: S, fitting: Fitting[S]) -> S:
         """See Knob."""
         wanted, least = replace(settings, expert_cache=self.wanted), self.least(settings)
         if fitting.fits(wanted):
@@ -223,9 +286,8 @@ def _sizes_of(file: ModelFile) -> FileSizes:
 # ---- what is done without, in words ----------------------------------------------------------------------------------
 
 
-def _steps(target: Target, choice: DraftChoice | None, settings: LoadSettings) -> Iterator[str]:
+def _steps(target: Target, choice: DraftChoice | None, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
     """What the settings have less of than is wanted."""
-    wanted = target.wanted
     if choice is not None:
         yield from _draft_steps(choice, wanted, settings)
     if settings.expert_cache is not None and settings.expert_cache != wanted.expert_cache:
@@ -237,7 +299,7 @@ def _steps(target: Target, choice: DraftChoice | None, settings: LoadSettings) -
         yield f"batches of {settings.n_batch} tokens rather than {wanted.n_batch}, so prompts take longer"
 
 
-def _draft_steps(choice: DraftChoice, wanted: LoadSettings, settings: LoadSettings) -> Iterator[str]:
+def _draft_steps(choice: DraftChoice, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
     """The same of drafters."""
     n_ctx = wanted.n_ctx
     if settings.tables is None and choice.free:
@@ -246,7 +308,7 @@ def _draft_steps(choice: DraftChoice, wanted: LoadSettings, settings: LoadSettin
     elif settings.tables != wanted.tables:
         tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, wanted)]
         yield f"draft tables of {tables[0]} rather than {tables[1]}"
-    if choice.file is not None and settings.draft != wanted.draft:
+    if choice.file is not None and settings.places != wanted.places:
         what = "draft head" if choice.file_name == "head" else "draft model"
-        where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.draft]
+        where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.places]
         yield f"no {what}{where}" if choice.is_shipped else f"no {what}{where} ({choice.file.path.name})"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgeinfer.backend_choice import PlannedModel, Target
 from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.files import cache_folder
+from edgeinfer.loading.backend_choice import PlannedModel, Target
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process
 from edgeinfer.models.tokenizer import Tokenizer

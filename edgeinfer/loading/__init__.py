@@ -1,0 +1,1 @@
+"""From a file name and `LoadOptions` to an engine, within a limit of memory."""

@@ -1,0 +1,275 @@
+"""What a caller may say about loading a model, described and checked in one place.
+
+A new option is a field here, or of PlanOptions where plans depend on it; a line of LoadKeywords or PlanKeywords; and
+one in edgeinfer.cli.options. `--help` reads this, so what takes long to import is imported by the checks that need it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast, get_args
+
+from edgeinfer.arguments import MAX_INT32, check_callback, check_flag, check_text, shown
+from edgeinfer.errors import InvalidArgument
+from edgeinfer.settings import (
+    DEFAULT_DRAFT_MAX,
+    PlanKeywords,
+    PlanOptions,
+    TernaryBits,
+    documented,
+    integer,
+    one_of,
+    option,
+    options_of,
+    or_none,
+)
+from edgeinfer.sizes import SizeRequest
+
+BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]
+TernaryChoice: TypeAlias = Literal["auto"] | TernaryBits
+FileName: TypeAlias = str | os.PathLike[str]
+Draft: TypeAlias = FileName | Sequence[FileName] | None
+
+MAX_THREADS = 1024
+
+
+class LoadKeywords(PlanKeywords, total=False):
+    """The fields of LoadOptions as keyword arguments."""
+
+    n_ctx: int | None
+    n_threads: int | None
+    backend: BackendName
+    ternary_bits: TernaryChoice
+    expert_cache: str | int | None
+    expert_device: str | None
+    expert_device_bytes: str | int | None
+    draft: Draft
+    draft_max: int
+    draft_device: str
+    verify: bool
+    fpga_folder: FileName | None
+    budget: str | int | None
+    progress: Callable[[float], None] | None
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _size(parse: Callable[[object], SizeRequest], name: str, value: object) -> object:
+    """The value of a size; a number as Python's own."""
+    n_bytes = parse(value).n_bytes
+    return value if n_bytes is None or isinstance(value, str) else n_bytes
+
+
+def _expert_cache(name: str, value: object) -> object:
+    from edgeinfer.offload.cache_size import parse
+
+    return _size(parse, name, value)
+
+
+def _expert_device_bytes(name: str, value: object) -> object:
+    from edgeinfer.offload.tier_size import parse_bytes
+
+    return _size(parse_bytes, name, value)
+
+
+def _budget(name: str, value: object) -> object:
+    from edgeinfer.memory.limit import parse_budget
+
+    return _size(parse_budget, name, value)
+
+
+def _expert_device(name: str, value: object) -> object:
+    from edgeinfer.offload.tier_size import check_device
+
+    check_device(check_text(name, value))
+    return value
+
+
+def _draft(name: str, value: object) -> object:
+    from edgeinfer.speculation.draft_names import drafters_named
+
+    drafters_named(_drafter_names(value))
+    return value
+
+
+def _draft_device(name: str, value: object) -> object:
+    from edgeinfer.speculation.placement import check_name
+
+    check_name(check_text(name, value))
+    return value
+
+
+def _flag(name: str, value: object) -> object:
+    check_flag(name, value)
+    return value
+
+
+def _folder(name: str, value: object) -> object:
+    if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
+        raise InvalidArgument(f"{name} must be the name of a folder or None: found {shown(value)}")
+    return value
+
+
+def _callback(name: str, value: object) -> object:
+    check_callback(name, value)
+    return value
+
+
+def _drafter_names(draft: object) -> str | tuple[str, ...]:
+    """See LoadOptions.drafter_names."""
+    if draft is None:
+        return "none"
+    several = isinstance(draft, Sequence) and not isinstance(draft, (str, bytes))
+    found = []
+    for name in cast(Sequence[object], draft if several else [draft]):
+        if not isinstance(name, (str, os.PathLike)) or not os.fsdecode(name) or several and name in ("auto", "none"):
+            raise InvalidArgument(
+                'draft must be "auto", "none", or one or several of "suffix", "recycling" and the name of a file: '
+                f"found {shown(name)}"
+            )
+        found.append(os.fsdecode(name))
+    return tuple(found) if several else found[0]
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@documented
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(PlanOptions):
+    """How a model is loaded. Raises InvalidArgument where a value has another type or is outside of its range."""
+
+    n_ctx: int | None = option(
+        None,
+        "-c",
+        "--ctx-size",
+        check=or_none(integer(1, MAX_INT32)),
+        help="Context size in tokens.  [default: as trained, at most 4096]",
+        text="positions in the context, in tokens. None is what the model was trained with, at most 4096.",
+    )
+    n_threads: int | None = option(
+        None,
+        "-t",
+        "--threads",
+        check=or_none(integer(1, MAX_THREADS)),
+        help="Number of threads.  [default: physical cores]",
+        text="CPU threads, 1 to 1024. None is one for each physical core.",
+    )
+    backend: BackendName = option(
+        "auto",
+        "--backend",
+        check=one_of(*get_args(BackendName)),
+        help="What runs the model; auto: native, or llama.cpp for models that native does not run.",
+        text='what runs the model. "auto" is native; with a RuntimeWarning it is llama.cpp for a model that native '
+        "does not support, and the reference where native does not run.",
+    )
+    ternary_bits: TernaryChoice = option(
+        "auto",
+        "--ternary-bits",
+        check=one_of("auto", *get_args(TernaryBits)),
+        help="Bits per weight of a ternary model in memory, with the same text; auto: the faster one here.",
+        text="bits of memory for each weight of a ternary model with the native backend. The text is the same. "
+        '"auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.',
+    )
+    expert_cache: str | int | None = option(
+        "auto",
+        "--expert-cache",
+        check=_expert_cache,
+        metavar="auto|SIZE|SHARE%",
+        help="Memory for experts (3.5GiB, 25%); the rest is on disk. auto: all if they fit, else the fastest size.",
+        text="memory for the experts of a mixture-of-experts model with the native backend; others are read from disk "
+        'when they are needed, with the same text. A size in bytes or as text ("3.5GiB", "800MB"), a share of all '
+        'experts ("25%"), None for all in memory. "auto" is all where they fit into the available memory, otherwise '
+        "the size that measured throughput leads to over several runs.",
+    )
+    expert_device: str | None = option(
+        None,
+        "--expert-device",
+        check=or_none(_expert_device),
+        metavar="NAME",
+        help="OpenCL device (gpu, gpu:N, opencl:N) that computes some of the experts; may change the text.",
+        text='an OpenCL device, "gpu", "gpu:N" or "opencl:N", that computes experts that its memory holds, while the '
+        "CPU computes the others. Logits are near those of the CPU, not equal to them, so a text may be another. A "
+        "device that fails is left out from then on, with a RuntimeWarning. None is the CPU alone.",
+    )
+    expert_device_bytes: str | int | None = option(
+        None,
+        "--expert-device-bytes",
+        check=_expert_device_bytes,
+        metavar="auto|SIZE|SHARE%",
+        help="Memory of that device for experts.",
+        text='memory of that device for experts, as for expert_cache; None or "auto" is what it has.',
+    )
+    draft: Draft = option(
+        "auto",
+        "--draft",
+        check=_draft,
+        help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",
+        text="which drafters propose tokens. Drafts change the speed and never the text; only the native backend "
+        'verifies them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this '
+        "package has for the model, if any. A file, or a name as for `load`, adds a draft model, best with the same "
+        'vocabulary, or a draft head to these. "none" or None is no drafter. A sequence is exactly the drafters that '
+        "it names. A drafter that cannot be used is left out with a RuntimeWarning that says why.",
+    )
+    draft_max: int = option(
+        DEFAULT_DRAFT_MAX,
+        "--draft-max",
+        check=integer(0),
+        help=f"Most draft tokens verified per step.  [default: {DEFAULT_DRAFT_MAX}]",
+        text="most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take "
+        "more than 12 MiB, it is fewer.",
+    )
+    draft_device: str = option(
+        "auto",
+        "--draft-device",
+        check=_draft_device,
+        help="Device of a draft model or head: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
+        text='where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists '
+        'them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is '
+        "missing or fails, the CPU drafts, with a RuntimeWarning that says why.",
+    )
+    verify: bool = option(
+        False,
+        "--verify",
+        check=_flag,
+        help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
+        text="use packed weights beside the model (`edgeinfer pack`, native backend only) only if every byte of both "
+        "files is as it was packed, which takes about 1 s for each GB. Otherwise sizes and samples are compared.",
+    )
+    fpga_folder: FileName | None = option(
+        None,
+        "--fpga-folder",
+        check=or_none(_folder),
+        help="A folder of `edgeinfer export --to fpga`, whose engine and weights --backend fpga-sim takes.",
+        text="a folder of `edgeinfer export --to fpga`, made of this model, whose engine and weights the backend "
+        '"fpga-sim" takes. None is a small engine with the weights of the model.',
+    )
+    budget: str | int | None = option(
+        None,
+        "--budget",
+        check=_budget,
+        metavar="SIZE|SHARE%",
+        help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
+        text="most memory that the process may take, everything in the ledger (`Engine.memory`) together. A size in "
+        'bytes or as text ("2GiB"), or a share of what is free ("60%"). None or "auto" is what is free less a '
+        "sixteenth of it, at least 32 MiB and at most 1 GiB; no budget goes above that. Where not all fits, there are, "
+        "in this order and with a RuntimeWarning, smaller draft tables, no draft model or head, a smaller expert "
+        "cache, and smaller batches; the text is the same. A model that does not fit then raises BudgetExceeded, which "
+        "says what would.",
+    )
+    progress: Callable[[float], None] | None = option(
+        None, check=_callback, text="called with the share of the weights that is loaded, 0..1."
+    )
+
+    def __post_init__(self) -> None:
+        for name, (_, about) in options_of(type(self)).items():
+            object.__setattr__(self, name, about.check(name, getattr(self, name)))
+        if self.fpga_folder is not None and self.backend != "fpga-sim":
+            raise InvalidArgument(f'fpga_folder is for backend="fpga-sim": found {self.backend!r}')
+
+    def drafter_names(self) -> str | tuple[str, ...]:
+        """The value of `draft` as text: "auto", "none" or one name, or a tuple of names. Raises InvalidArgument."""
+        return _drafter_names(self.draft)
