@@ -330,7 +330,7 @@ class Engine(OfOneProcess):
         text.append(draw(logits, text))
         if self.speculator is not None:
             is_plain = params.is_greedy and not params.changes_logits
-            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain)
+            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params)
             record.stats = stats
             yield from self.speculator.tokens(job, logits, stats)
             return

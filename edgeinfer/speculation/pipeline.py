@@ -9,6 +9,7 @@ from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.sampling import SamplingParams
 from edgeinfer.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import ChainLengthRule
@@ -40,7 +41,7 @@ class Job:
 
     text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
     draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
-    is_plain: see Context.  n_drawn: tokens so far.
+    is_plain, params: see Context.  n_drawn: tokens so far.
     """
 
     text: list[int]
@@ -49,6 +50,7 @@ class Job:
     is_greedy: bool
     stop_ids: Container[int]
     is_plain: bool = False
+    params: SamplingParams | None = None
     n_drawn: int = 0
 
     @property
@@ -164,7 +166,7 @@ class Speculator:
         """Begin a request. Drafters dropped in the last one are back, unless they failed on this prompt already."""
         started = perf_counter()
         self._replace_lost(stats)
-        context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain)
+        context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain, params=job.params)
         verify_ms = self.costs.milliseconds(self._session.n_past)
         for state in self._states:
             state.is_dropped = state.drafter.name in stats.dropped

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
@@ -41,7 +42,7 @@ class Context:
     tokens: prompt and output so far; a copy for the drafters.  draw: the target's sampler, for drafters with logits:
     with the same noise both sample the same token more often.  is_greedy: the target takes the most probable token.
     acceptance: of the drafter that is asked.  n_unverified: tokens at the end that are drafted and not verified yet.
-    is_plain: the target takes the largest logit, without penalties.
+    is_plain: the target takes the largest logit, without penalties.  params: how it chooses, where that is known.
     """
 
     tokens: list[int]
@@ -50,6 +51,7 @@ class Context:
     acceptance: AcceptanceModel = field(init=False)
     n_unverified: int = 0
     is_plain: bool = False
+    params: SamplingParams | None = None
 
 
 def held_by(use: MemoryUse) -> dict[str, int]:

@@ -2,12 +2,14 @@
 
 A table maps tokens to the top-k candidates that the target had for the next token the last time. A tree is grown from
 the end of the text, the most probable node first. Unlike the paper, the last two tokens are looked up first, which is
-accepted two to three times as often, and then the last one; and the table keeps the probability of each candidate.
+accepted two to three times as often, and then the last one; and the table keeps the logits of the candidates, so that
+penalties and the noise of the draw are foreseen (edgeinfer.speculation.drafters.foresight).
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,17 +17,19 @@ import numpy as np
 from edgeinfer.backends.native import top_k
 from edgeinfer.overriding import override
 from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
+from edgeinfer.speculation.drafters.foresight import Foresight
 from edgeinfer.speculation.tree import DraftTree, no_draft
 from edgeinfer.types import Logits
 
 MOST_ROWS = 65_536
 LEAST_ROWS = 4096  # that are of use: a token takes two, so those of an answer overwrite each other with fewer
-_N_KEPT = 3  # successors in a row
-_AT_ROOT, _BELOW = 3, 2  # successors used of a row
-# Buckets: whether two tokens or one were looked up, the rank, and the class of the candidate's probability, int(8 p).
-# Prior acceptance probability of each.
+_N_KEPT = 6  # successors in a row
+_AT_ROOT, _BELOW = 3, 2  # of these that become nodes
+# Buckets: whether the target's choice depends on more than its logits, whether two tokens or one were looked up, the
+# rank, and the class of the candidate's probability, int(8 p). Prior acceptance probability of each.
 _N_CLASSES = 8
-_AFTER_ONE = _N_KEPT * _N_CLASSES
+_AFTER_ONE = _AT_ROOT * _N_CLASSES
+_FORESEEN = 2 * _AFTER_ONE
 _PRIORS = (
     *((0.1, 0.12, 0.15, 0.25, 0.3, 0.3, 0.32, 0.5), (0.07,) * _N_CLASSES, (0.05,) * _N_CLASSES),
     *((0.03, 0.07, 0.08, 0.13, 0.14, 0.15, 0.15, 0.2), (0.08,) * _N_CLASSES, (0.05,) * _N_CLASSES),
@@ -38,13 +42,15 @@ class RecyclingDrafter(HoldingDrafter):
     name = "recycling"
 
     def __init__(self, n_rows: int = MOST_ROWS) -> None:
-        # Key of the row, successors, classes of their probabilities; keys that collide replace each other.
-        self._rows = np.full((n_rows, 1 + 2 * _N_KEPT), -1, dtype=np.int32)
+        # Key of the row and successors; keys that collide replace each other.
+        self._rows = np.full((n_rows, 1 + _N_KEPT), -1, dtype=np.int32)
+        # Logits of the successors, and the log of the sum of the exponentials of all logits.
+        self._logits = np.zeros((n_rows, _N_KEPT + 1), dtype=np.float16)
 
     @staticmethod
     def memory(n_rows: int = MOST_ROWS) -> int:
         """Bytes of the table."""
-        return 4 * n_rows * (1 + 2 * _N_KEPT)
+        return n_rows * (4 * (1 + _N_KEPT) + 2 * (_N_KEPT + 1))
 
     def start(self, context: Context) -> None:
         """See Drafter. There are no logits of the prompt but the last."""
@@ -53,61 +59,79 @@ class RecyclingDrafter(HoldingDrafter):
         """The most probable nodes of the tree of successors, best first."""
         last = context.tokens[-1]
         before = context.tokens[-2] if len(context.tokens) > 1 else -1
-        root = self._successors(before, last, _AT_ROOT)
+        foresight = None
+        if context.params is not None and not context.is_plain:
+            foresight = Foresight(context.params, context.tokens)
+        root = self._successors(before, last, _AT_ROOT, foresight, ())
         if not root or limit == 0:
             return no_draft()
         probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
-        tokens: list[int] = []
-        parents: list[int] = []
-        p: list[float] = []
-        buckets: list[int] = []
+        tree = DraftTree([], [], [], [])
         # Smallest first: the path probability, negated, and the node.
-        heap = [(-probability(bucket, 0, _prior(bucket)), token, -1, 0, bucket, last) for token, bucket in root]
+        heap = [(-probability(bucket, 0, _prior(bucket)), token, -1, bucket, last, ()) for token, bucket in root]
         heapq.heapify(heap)
-        while heap and len(tokens) < limit:
-            negated, token, parent, depth, bucket, before = heapq.heappop(heap)
-            if -negated < min_probability and tokens:  # at least one node, from which the acceptance is learnt
+        while heap and len(tree.tokens) < limit:
+            negated, token, parent, bucket, before, path = heapq.heappop(heap)
+            if -negated < min_probability and tree.tokens:  # at least one node, from which the acceptance is learnt
                 break
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            p.append(_prior(bucket))
-            buckets.append(bucket)
+            node = len(tree.tokens)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.p.append(_prior(bucket))
+            tree.buckets.append(bucket)
             if -negated >= min_probability:
-                depth += 1
-                for successor, bucket in self._successors(before, token, _BELOW):
-                    child = negated * probability(bucket, depth, _prior(bucket))
-                    heapq.heappush(heap, (child, successor, node, depth, bucket, token))
-        return DraftTree(tokens, parents, p, buckets)
+                path = (*path, token)
+                for successor, bucket in self._successors(before, token, _BELOW, foresight, path):
+                    child = negated * probability(bucket, len(path), _prior(bucket))
+                    heapq.heappush(heap, (child, successor, node, bucket, token, path))
+        return tree
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """Store the top-k ids of each row under the tokens that it follows."""
+        """Store the top-k of each row under the tokens that it follows."""
         previous = context.tokens[-n_new - 2 : -1]
         if len(previous) == n_new:  # the first new token has only one before it
             previous = [-1, *previous]
         for before, last, logits in zip(previous[:-1], previous[1:], rows, strict=True):
             found = top_k(logits, _N_KEPT)
-            missing = [-1] * (_N_KEPT - len(found))
-            classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
-            successors = [*(id for id, _ in found), *missing, *classes, *missing]
+            ids = [id for id, _ in found]
+            missing = [-1] * (_N_KEPT - len(ids))
+            of_ids = logits[ids]
+            total = float(of_ids[0]) - math.log(max(found[0][1], 1e-30))
             for key in (_key(before, last), last):
-                self._rows[key % len(self._rows)] = [key, *successors]
+                place = key % len(self._rows)
+                self._rows[place] = [key, *ids, *missing]
+                self._logits[place, : len(ids)] = of_ids
+                self._logits[place, -1] = total
 
     @override
     def held(self) -> dict[str, int]:
-        return {"tables": self._rows.nbytes}
+        return {"tables": self._rows.nbytes + self._logits.nbytes}
 
     def close(self) -> None:
         """Clear the table."""
         self._rows[:] = -1
 
-    def _successors(self, before: int, last: int, n: int) -> list[tuple[int, int]]:
-        """(id, bucket) of the first n successors of two tokens, else of the last one, else none."""
+    def _successors(
+        self, before: int, last: int, n: int, foresight: Foresight | None, path: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """(id, bucket) of the first n successors of two tokens, else of the last one, else none.
+
+        foresight: of the target's choice, where that depends on more than its logits.  path: of drafts up to `last`.
+        """
         for key, bucket in ((_key(before, last), 0), (last, _AFTER_ONE)):
-            owner, *values = self._rows[key % len(self._rows)].tolist()
-            if owner == key:
-                pairs = zip(values[:n], values[_N_KEPT:], strict=False)
-                return [(id, bucket + rank * _N_CLASSES + of_id) for rank, (id, of_id) in enumerate(pairs) if id >= 0]
+            place = key % len(self._rows)
+            owner, *ids = self._rows[place].tolist()
+            if owner != key:
+                continue
+            *logits, total = self._logits[place].tolist()
+            if foresight is None:
+                pairs = [(id, math.exp(min(logit - total, 0.0))) for id, logit in zip(ids[:n], logits, strict=False)]
+                found = [pair for pair in pairs if pair[0] >= 0]
+            else:
+                known = [(id, logit) for id, logit in zip(ids, logits, strict=True) if id >= 0]
+                found, bucket = foresight.ranked(known, total, path)[:n], bucket + _FORESEEN
+            classes = [min(int(_N_CLASSES * p), _N_CLASSES - 1) for _, p in found]
+            return [(id, bucket + rank * _N_CLASSES + classes[rank]) for rank, (id, _) in enumerate(found)]
         return []
 
 
@@ -117,4 +141,4 @@ def _key(before: int, last: int) -> int:
 
 
 def _prior(bucket: int) -> float:
-    return _PRIORS[bucket // _N_CLASSES][bucket % _N_CLASSES]
+    return _PRIORS[bucket % _FORESEEN // _N_CLASSES][bucket % _N_CLASSES]

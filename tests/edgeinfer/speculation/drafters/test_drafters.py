@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from drafting import cost_model
 
+from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.foresight import Foresight
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
 from edgeinfer.speculation.policy import min_useful_probability
@@ -171,16 +173,52 @@ def test_two_tokens_are_looked_for_before_one():
     assert drafter.propose(context_of([8, 2]), 1).tokens == [6]
 
 
-def test_the_table_stays_below_two_megabytes_whatever_it_sees():
+def test_the_table_stays_below_three_megabytes_whatever_it_sees():
     drafter = RecyclingDrafter()
-    assert drafter._rows.nbytes == RecyclingDrafter.memory() < 2_000_000
+    assert drafter.held() == {"tables": RecyclingDrafter.memory()} and RecyclingDrafter.memory() < 3_000_000
     rng, context = np.random.default_rng(1), context_of([0])
     for token in rng.integers(0, 150_000, 300).tolist():
         context.tokens.append(token)
         drafter.observe(context, 1, [rng.standard_normal(150_000, dtype=np.float32)])
         tree = drafter.propose(context, 12)
         assert checked(tree, 150_000, 12) == tree
-    assert drafter._rows.nbytes == RecyclingDrafter.memory()
+    assert drafter.held() == {"tables": RecyclingDrafter.memory()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "repeat_penalty": 1.3},
+        {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.4, "penalty_last_n": -1},
+        {"temperature": 0.0, "logit_bias": {7: 3.0, 9: -2.0}},
+        {"temperature": 0.2, "top_k": 50, "top_p": 0.9, "min_p": 0.0, "repeat_penalty": 1.1},
+        {"temperature": 0.8, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 1.5, "min_p": 0.1},
+    ],
+)
+def test_the_first_draft_is_what_the_target_chooses_from_the_same_logits(options):
+    rng = np.random.default_rng(3)
+    for seed in range(60):
+        params = SamplingParams(seed=seed, **options)
+        tokens = rng.integers(0, 12, 30).tolist()
+        logits = rng.normal(0.0, 3.0, 50).astype(np.float16).astype(np.float32)
+        logits[rng.permutation(12)[:6]] += 12.0  # those that are kept have nearly all of the probability
+        drafter, context = RecyclingDrafter(), context_of(tokens)
+        drafter.observe(context, 1, [logits])  # the last token was sampled from these logits
+        context = context_of(tokens[:-1])
+        context.params, context.is_plain = params, False
+        chosen = sample(logits, params, len(context.tokens), context.tokens)
+        tree = drafter.propose(context, 3)
+        assert tree.tokens[0] == chosen, (seed, options)
+        roots = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent < 0]
+        assert len(set(roots)) == len(roots)
+
+
+def test_a_path_of_drafts_is_penalised_too():
+    foresight = Foresight(SamplingParams(temperature=0.0, presence_penalty=5.0), [1, 2, 3])
+    candidates, total = [(8, 4.0), (9, 3.0)], 5.0
+    assert [id for id, _ in foresight.ranked(candidates, total, ())] == [8, 9]
+    assert [id for id, _ in foresight.ranked(candidates, total, (8,))] == [9, 8]
 
 
 def test_the_first_token_of_a_text_has_none_before_it():

@@ -1,0 +1,88 @@
+"""How the target will choose among candidates whose logits are known from an earlier time.
+
+The target's token is drawn with noise that follows from the seed, the place in the text and the token alone
+(edgeinfer.sampling), after penalties that follow from the text. So a drafter that has candidates with their logits can
+draw among them as the target will (STAND, arXiv:2506.04708), and the next best are the second choices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from edgeinfer import _sampler
+from edgeinfer.sampling import SamplingParams, stream_key
+
+
+class Foresight:
+    """Of one text. tokens: the text so far.
+
+    Bias, repeat, frequency and presence penalties, top_p, min_p and temperature are foreseen; DRY is not, and of a path
+    of drafts only its own tokens are added to the recent ones.
+    """
+
+    def __init__(self, params: SamplingParams, tokens: Sequence[int]) -> None:
+        self._params = params
+        self._n_tokens = len(tokens)
+        last = params.penalty_last_n
+        recent = tokens if last < 0 else tokens[-last:] if last else ()
+        self._recent = Counter(recent) if params.has_penalties else Counter[int]()
+        self._biases = dict(params.biases)
+
+    def ranked(
+        self, candidates: Sequence[tuple[int, float]], total: float, path: Sequence[int]
+    ) -> list[tuple[int, float]]:
+        """(id, probability) of candidates that may be chosen, the one that will be first.
+
+        candidates: ids and logits.  total: log of the sum of the exponentials of all logits.  path: draft tokens after
+        the text. The probabilities are those of the softmax, with the noise for a sampled request; the rest of the
+        vocabulary counts where nothing is sampled.
+        """
+        params = self._params
+        before = math.fsum(math.exp(logit - total) for _, logit in candidates)
+        logits = (
+            [self._changed(id, logit, path) for id, logit in candidates]
+            if params.changes_logits
+            else [logit for _, logit in candidates]
+        )
+        weights = [math.exp(min(logit - total, 0.0)) for logit in logits]
+        whole = math.fsum(weights) + max(1.0 - before, 0.0)
+        if params.is_greedy:
+            pairs = [(id, weight / whole) for (id, _), weight in zip(candidates, weights, strict=True)]
+            return sorted(pairs, key=lambda pair: -pair[1])
+        scored = self._scored(candidates, logits, [weight / whole for weight in weights], path)
+        most = scored[0][0]
+        exponentials = [math.exp(max(score - most, -30.0)) for score, _ in scored]
+        of_all = math.fsum(exponentials)
+        return [(id, each / of_all) for (_, id), each in zip(scored, exponentials, strict=True)]
+
+    def _scored(
+        self,
+        candidates: Sequence[tuple[int, float]],
+        logits: Sequence[float],
+        shares: Sequence[float],
+        path: Sequence[int],
+    ) -> list[tuple[float, int]]:
+        """(score, id) of what top_p and min_p leave, the largest first."""
+        params = self._params
+        key = stream_key(params.seed or 0, self._n_tokens + len(path))
+        least, cumulated = params.min_p * max(shares), 0.0
+        scored = []
+        for place in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
+            if scored and (shares[place] < least or cumulated >= params.top_p):
+                break
+            cumulated += shares[place]
+            id = candidates[place][0]
+            scored.append((logits[place] / params.temperature + _sampler.noise(id, key), id))
+        return sorted(scored, reverse=True)
+
+    def _changed(self, id: int, logit: float, path: Sequence[int]) -> float:
+        """A logit after bias and penalties."""
+        params = self._params
+        logit += self._biases.get(id, 0.0)
+        n_seen = self._recent.get(id, 0) + (path.count(id) if params.has_penalties else 0)
+        if n_seen:
+            logit = logit * params.repeat_penalty if logit <= 0.0 else logit / params.repeat_penalty
+            logit -= n_seen * params.frequency_penalty + params.presence_penalty
+        return logit
