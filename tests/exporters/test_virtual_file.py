@@ -15,6 +15,7 @@ from edgeinfer.exporters.source import GgufSource
 from edgeinfer.exporters.virtual_file import VirtualModelFile, virtual_tensor
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.settings import LoadSettings
 
 
 @pytest.fixture
@@ -56,5 +57,8 @@ def test_without_matrices_it_is_planned_as_the_whole_file(tiny: Path) -> None:
             assert read_spec(file) == read_spec(whole)
             assert file.n_bytes == whole.n_bytes and not any(map(file.makes, file.tensors))
             assert not file.data("token_embd.weight").any()
-            plans = [NativeBackend().plan(each, read_spec(each), 64, 16, 1) for each in (file, whole)]
+            plans = [
+                NativeBackend().plan(each, read_spec(each), LoadSettings(64, n_batch=16, n_threads=1))
+                for each in (file, whole)
+            ]
             assert plans[0] == plans[1]
