@@ -239,8 +239,7 @@ class Speculator:
         if len(batch) == 1:
             self._payoff.count_plain(committed - drafted)
         self._payoff.count(len(new), ended - started, not is_plain)
-        plain_seconds = self._payoff.plain_seconds
-        stats.plain_seconds += len(new) * (plain_seconds or 1e-3 * self.costs.milliseconds(n_past)[1])
+        stats.count_plain(len(new), self._payoff.plain_seconds, 1e-3 * self.costs.milliseconds(n_past)[1])
         return new
 
     def _observe_cost(self, n: int, n_past: int, seconds: float, n_padding: int) -> None:

@@ -62,7 +62,8 @@ class StatsCounter:
     """Collects the statistics while a request runs."""
 
     def __init__(self) -> None:
-        self.draft_seconds = self.waited_seconds = self.verify_seconds = self.step_seconds = self.plain_seconds = 0.0
+        self.draft_seconds = self.waited_seconds = self.verify_seconds = self.step_seconds = self._plain_seconds = 0.0
+        self._n_unpriced, self._expected = 0, 0.0  # tokens before the first step without a draft, and seconds of each
         self.dropped: dict[str, str] = {}
         self._steps = self._tokens = 0
         self._drafters: dict[str, list[int]] = {}
@@ -81,6 +82,13 @@ class StatsCounter:
             self._depths[depths[node]][1] += 1
             self._drafters[owners[node]][1] += 1
 
+    def count_plain(self, n_tokens: int, measured: float | None, expected: float) -> None:
+        """Seconds that these tokens would have taken without drafts, each: as measured, or expected until it is."""
+        self._n_unpriced, self._expected = self._n_unpriced + n_tokens, expected
+        if measured is not None:
+            self._plain_seconds += self._n_unpriced * measured
+            self._n_unpriced = 0
+
     def figures(self) -> Speculation:
         """The statistics so far."""
         return Speculation(
@@ -92,6 +100,6 @@ class StatsCounter:
             self.waited_seconds,
             self.verify_seconds,
             self.step_seconds,
-            self.plain_seconds,
+            self._plain_seconds + self._n_unpriced * self._expected,
             dict(self.dropped),
         )

@@ -1,10 +1,14 @@
 """When drafters with a model are asked, and what they run."""
 
+import time
+
 import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
+from wants_plain_step import WANTS_PLAIN_STEP
 
 from edgeinfer.speculation import pipeline
 from edgeinfer.speculation.drafters.lookup import NgramLookup
+from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.tree import DraftTree
 
 GREEDY = {"temperature": 0.0}
@@ -112,3 +116,19 @@ def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monk
     wrong = completion.timings.speculation.rejected
     assert sum(n for _, n in fed) <= n_text + wrong
     assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
+
+
+def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, plain, model, monkeypatch):
+    monkeypatch.setattr(Payoff, "wants_plain_step", WANTS_PLAIN_STEP)
+    asked = []
+
+    def slow(context, limit):
+        asked.append(len(context.tokens))
+        time.sleep(0.03)  # where a pass takes about a millisecond
+        return DraftTree([0], [-1], [0.9], [0])
+
+    engine = with_drafters(opened(model), FunctionDrafter(slow))
+    completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)
+    assert completion.tokens == tokens_of(plain, GREEDY, 200)
+    assert 6 <= len(asked) < 80
+    assert completion.timings.speculation.speedup < 1.0, "as it was measured"
