@@ -214,6 +214,46 @@ def test_the_first_draft_is_what_the_target_chooses_from_the_same_logits(options
         assert len(set(roots)) == len(roots)
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0, "repeat_penalty": 1.5}, {"temperature": 0.9, "min_p": 0.0}])
+def test_drafts_behind_drafts_are_chosen_with_the_noise_and_the_penalties_of_their_place(options):
+    rng, n_seconds = np.random.default_rng(4), 0
+    for seed in range(40):
+        params, tokens = SamplingParams(seed=seed, top_p=1.0, **options), rng.integers(0, 12, 20).tolist()
+        drafter, rows = (
+            RecyclingDrafter(),
+            [rng.normal(-2.0, 2.0, 40).astype(np.float16).astype(np.float32) for _ in "ab"],
+        )
+        for row in rows:
+            row[rng.permutation(12)[:6]] += 14.0
+        first = sample(rows[0], params, len(tokens), tokens)
+        second = sample(rows[1], params, len(tokens) + 1, [*tokens, first])
+        context = context_of([*tokens, first, second])
+        drafter.observe(context, 2, rows)
+        context = context_of(tokens)
+        context.params, context.is_plain = params, False
+        tree = drafter.propose(context, 8)
+        assert tree.tokens[0] == first
+        children = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0]
+        n_seconds += len(children) > 0
+        assert not children or children[0] == second, seed
+    assert n_seconds > 20
+
+
+def test_probabilities_are_those_of_the_softmax():
+    logits = np.array([2.0, 1.0, -1.0, -3.0])
+    total, candidates = float(np.log(np.exp(logits).sum())), list(enumerate(logits.tolist()))
+    greedy = Foresight(SamplingParams(temperature=0.0, repeat_penalty=2.0), [0, 3])
+    changed = np.array([1.0, 1.0, -1.0, -6.0])
+    expected = np.exp(changed) / np.exp(changed).sum()
+    found = greedy.ranked(candidates, total, ())
+    assert [id for id, _ in found] == [0, 1, 2, 3] and [p for _, p in found] == pytest.approx(expected.tolist())
+    half = Foresight(SamplingParams(temperature=0.0), []).ranked(candidates[:1], total, ())
+    assert half == [(0, pytest.approx(np.exp(2.0 - total)))], "the rest of the vocabulary counts"
+    sampled = Foresight(SamplingParams(temperature=1.0, seed=3, min_p=0.0, top_p=1.0), []).ranked(candidates, total, ())
+    assert sum(p for _, p in sampled) == pytest.approx(1.0) and len(sampled) == 4
+    assert [p for _, p in sampled] == sorted((p for _, p in sampled), reverse=True)
+
+
 def test_a_path_of_drafts_is_penalised_too():
     foresight = Foresight(SamplingParams(temperature=0.0, presence_penalty=5.0), [1, 2, 3])
     candidates, total = [(8, 4.0), (9, 3.0)], 5.0
