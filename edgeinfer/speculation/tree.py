@@ -9,7 +9,7 @@ from operator import index
 
 from edgeinfer.errors import ShapeError
 
-N_BUCKETS = 64
+N_BUCKETS = 128
 
 
 @dataclass(slots=True)

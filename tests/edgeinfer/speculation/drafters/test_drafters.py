@@ -210,6 +210,7 @@ def test_the_first_draft_is_what_the_target_chooses_from_the_same_logits(options
         chosen = sample(logits, params, len(context.tokens), context.tokens)
         tree = drafter.propose(context, 3)
         assert tree.tokens[0] == chosen, (seed, options)
+        assert checked(tree, 50, 3) == tree
         roots = [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent < 0]
         assert len(set(roots)) == len(roots)
 
