@@ -309,7 +309,13 @@ class Repl:
         note(f"saved: {self._size()}")
 
     def _load(self, argument: str) -> None:
-        self.conversation.load(_named(argument))
+        file = _named(argument)
+        if self._session is not None and self.conversation.messages:
+            raise InvalidArgument(
+                f"this chat is the session {self._session.name} ({self._size()}), which {file} would replace: /clear "
+                "it first, or load the file in a chat without --session"
+            )
+        self.conversation.load(file)
         note(f"loaded: {self._size()}, {self.conversation.n_past} tokens")
 
     def _sessions(self, argument: str) -> None:

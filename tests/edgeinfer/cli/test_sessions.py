@@ -151,6 +151,10 @@ def test_a_session_at_a_terminal_is_kept_after_each_turn(model, tmp_path):
         person.see("trip     3 messages")
         person.see_prompt()
         assert contents(path)[0] == "be brief"
+        person.type("/load other.jsonl\r")
+        person.see("session trip (3 messages)")
+        person.see_prompt()
+        assert len(contents(path)) == 3
         person.type("/undo\r")
         person.see("dropped: hello")
         person.say("again")
