@@ -68,7 +68,7 @@ class Foresight:
         params = self._params
         key = stream_key(params.seed or 0, self._n_tokens + len(path))
         least, cumulated = params.min_p * max(shares), 0.0
-        scored = []
+        scored: list[tuple[float, int]] = []
         for place in sorted(range(len(shares)), key=shares.__getitem__, reverse=True):
             if scored and (shares[place] < least or cumulated >= params.top_p):
                 break

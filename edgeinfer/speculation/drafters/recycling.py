@@ -66,25 +66,29 @@ class RecyclingDrafter(HoldingDrafter):
         if not root or limit == 0:
             return no_draft()
         probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
-        tree = DraftTree([], [], [], [])
-        # Smallest first: the path probability, negated, and the node.
+        tokens: list[int] = []
+        parents: list[int] = []
+        p: list[float] = []
+        buckets: list[int] = []
+        # Smallest first: the path probability, negated, the node, and the draft tokens before it.
+        heap: list[tuple[float, int, int, int, int, tuple[int, ...]]]
         heap = [(-probability(bucket, 0, _prior(bucket)), token, -1, bucket, last, ()) for token, bucket in root]
         heapq.heapify(heap)
-        while heap and len(tree.tokens) < limit:
+        while heap and len(tokens) < limit:
             negated, token, parent, bucket, before, path = heapq.heappop(heap)
-            if -negated < min_probability and tree.tokens:  # at least one node, from which the acceptance is learnt
+            if -negated < min_probability and tokens:  # at least one node, from which the acceptance is learnt
                 break
-            node = len(tree.tokens)
-            tree.tokens.append(token)
-            tree.parents.append(parent)
-            tree.p.append(_prior(bucket))
-            tree.buckets.append(bucket)
+            node = len(tokens)
+            tokens.append(token)
+            parents.append(parent)
+            p.append(_prior(bucket))
+            buckets.append(bucket)
             if -negated >= min_probability:
                 path = (*path, token)
                 for successor, bucket in self._successors(before, token, _BELOW, foresight, path):
                     child = negated * probability(bucket, len(path), _prior(bucket))
                     heapq.heappush(heap, (child, successor, node, bucket, token, path))
-        return tree
+        return DraftTree(tokens, parents, p, buckets)
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """Store the top-k of each row under the tokens that it follows."""
