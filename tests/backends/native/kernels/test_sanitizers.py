@@ -29,7 +29,7 @@ TESTS += ["tests/edgeinfer/test_sampling.py"]
 # Those of processes of their own, which have other extensions, and signals that are ASan's own.
 LEFT_OUT += " or signal or bus_error or last_mapping"
 
-pytestmark = pytest.mark.timeout(1500)  # it compiles the engine, and runs many tests slowly
+pytestmark = pytest.mark.timeout(2400)  # it compiles the engine, and runs many tests slowly
 
 
 @pytest.fixture(scope="module")
