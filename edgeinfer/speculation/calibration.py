@@ -14,7 +14,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
-from edgeinfer.speculation.other_work import MOST_SHARE, OtherWork
+from edgeinfer.speculation.other_work import MOST_SHARE, LoadMeter, MachineClock
 from edgeinfer.types import LogitsRows, Output
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
@@ -146,9 +146,9 @@ def cached_costs(
     folder = default_folder()
     curve = load_curve(key, folder)
     if curve is None:
-        others = OtherWork()
+        others = LoadMeter(MachineClock())
         curve = measure()
-        if others.cores() > MOST_SHARE:  # the next load measures again
+        if others.load() > MOST_SHARE:  # the next load measures again
             folder = None
         elif curve.near.get(2, 0.0) <= max_ratio * curve.near[1]:
             save_curve(key, curve, folder)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
+from typing import Protocol
 
-from edgeinfer.devices import busy_seconds
+from edgeinfer import devices
+from edgeinfer.overriding import override
 
 MOST_SHARE = 0.1  # of a core that others may use while costs are measured which are to be kept
-_TICK = 0.02  # seconds of the kernel's clock that may be counted wrongly
 
 try:
     import resource
@@ -32,20 +32,48 @@ class Preemptions:
         return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-class OtherWork:
-    """Measures from now on how many cores other processes use."""
+class Clock(Protocol):
+    """What is read when a measurement begins and ends, all in seconds."""
 
-    def __init__(self) -> None:
-        self._started, self._busy, self._own = self._clocks()
+    def now(self) -> float:
+        """Time."""
+        ...
 
-    def cores(self) -> float:
-        """Cores that others used since the beginning, on average."""
-        now, busy, own = self._clocks()
-        others = max(0.0, (busy - self._busy) - (own - self._own) - _TICK)
-        return others / max(now - self._started, _TICK)
+    def own(self) -> float:
+        """CPU time of this process."""
+        ...
 
-    @staticmethod
-    def _clocks() -> tuple[float, float, float]:
-        """Seconds: of the clock, of all cores in use, and of these by this process."""
-        own = os.times()
-        return time.perf_counter(), busy_seconds(), own.user + own.system
+    def all(self) -> float:
+        """CPU time of all programs."""
+        ...
+
+
+class MachineClock(Clock):
+    """The clocks of this machine, see Clock."""
+
+    @override
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @override
+    def own(self) -> float:
+        return time.process_time()
+
+    @override
+    def all(self) -> float:
+        return devices.busy_seconds()
+
+
+class LoadMeter:
+    """How many cores others use, from its making on."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.now(), clock.own(), clock.all()
+
+    def load(self) -> float:
+        """Mean number of cores that others used."""
+        began, own, of_all = self._began
+        seconds = self._clock.now() - began
+        others = (self._clock.all() - of_all) - (self._clock.own() - own)
+        return max(0.0, others) / seconds if seconds > 0 else 0.0

@@ -212,6 +212,8 @@ class Speculator:
         started = perf_counter()
         n_past, is_plain = self._session.n_past, self._payoff.wants_plain_step
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
+        if is_plain:
+            self._stop_background()
         proposals, tree = ([], VerifyTree()) if is_plain else self._draft(job, context, max_nodes, stats)
         if not is_plain and job.n_left > len(tree.path) + 1:
             self._start_background(context, [tree.tokens[node] for node in tree.path], max_nodes, stats)
@@ -333,6 +335,13 @@ class Speculator:
                 context.acceptance = state.table
                 with state.guarded(stats):
                     state.background.start_drafting(context, path, max_nodes)
+
+    def _stop_background(self) -> None:
+        """Let no drafter work beside a step whose time is to be that of plain decoding."""
+        for state in self._states:
+            if state.background and state.is_asked:
+                state.is_asked = False
+                state.background.interrupt()
 
     def _ask(
         self, state: DrafterState, context: Context, max_nodes: int, proposals: list[Proposal], stats: StatsCounter

@@ -13,12 +13,12 @@ from edgeinfer.exporters.auto.candidates import Importance, Subject, uniform
 from edgeinfer.exporters.auto.chains import Drafting, Expected, MarginNoise, Margins, acceptance, accepted
 from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
-from edgeinfer.exporters.auto.speed import LoadMeter, MachineClock
 from edgeinfer.exporters.auto.target import TargetText
 from edgeinfer.exporters.auto.trial import Measured, Types, digest_of
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.speculation.other_work import LoadMeter, MachineClock
 from edgeinfer.types import Device
 
 

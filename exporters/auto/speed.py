@@ -1,24 +1,22 @@
-"""How busy other programs keep the machine while something is timed."""
+"""Seconds of products by format, and how busy other programs keep the machine while they are timed."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgeinfer import devices
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.machine import best_isa, build_id
 from edgeinfer.exporters.auto.candidates import Subject, uniform
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.overriding import override
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.calibration import SIZES
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.other_work import Clock, LoadMeter, MachineClock
 from edgeinfer.speculation.throughput import best_chain
 
 _WEIGHTS = 32 << 20  # of a matrix at most
@@ -28,53 +26,6 @@ _FILL = 0x55  # scales that are usual numbers
 MOST_LOAD = 0.2  # cores that others use, above which times are those of a busy machine
 _VERSION = 2
 _UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-
-
-class Clock(Protocol):
-    """What is read when a measurement begins and ends, all in seconds."""
-
-    def now(self) -> float:
-        """Time."""
-        ...
-
-    def own(self) -> float:
-        """CPU time of this process."""
-        ...
-
-    def all(self) -> float:
-        """CPU time of all programs."""
-        ...
-
-
-class MachineClock(Clock):
-    """The clocks of this machine, see Clock."""
-
-    @override
-    def now(self) -> float:
-        return time.perf_counter()
-
-    @override
-    def own(self) -> float:
-        return time.process_time()
-
-    @override
-    def all(self) -> float:
-        return devices.busy_seconds()
-
-
-class LoadMeter:
-    """How many cores others use, from its making on."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began = clock.now(), clock.own(), clock.all()
-
-    def load(self) -> float:
-        """Mean number of cores that others used."""
-        began, own, of_all = self._began
-        seconds = self._clock.now() - began
-        others = (self._clock.all() - of_all) - (self._clock.own() - own)
-        return max(0.0, others) / seconds if seconds > 0 else 0.0
 
 
 class Times(NamedTuple):

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from edgeinfer import _sampler
 from edgeinfer.sampling import SamplingParams, stream_key
 
+_TINY = 1e-30
+
 
 class Foresight:
     """Of one text. tokens: the text so far.
@@ -41,31 +43,30 @@ class Foresight:
         """
         params = self._params
         before = math.fsum(math.exp(logit - total) for _, logit in candidates)
-        logits = (
-            [self._changed(id, logit, path) for id, logit in candidates]
-            if params.changes_logits
-            else [logit for _, logit in candidates]
-        )
-        weights = [math.exp(min(logit - total, 0.0)) for logit in logits]
-        whole = math.fsum(weights) + max(1.0 - before, 0.0)
+        if params.changes_logits:
+            changed = ((id, self._changed(id, logit, path)) for id, logit in candidates)
+            candidates = [(id, logit) for id, logit in changed if logit > -math.inf]  # a bias may ban it
+        if not candidates:
+            return []
+        weights = [math.exp(min(logit - total, 0.0)) for _, logit in candidates]
+        whole = max(math.fsum(weights) + max(1.0 - before, 0.0), _TINY)
+        shares = [weight / whole for weight in weights]
         if params.is_greedy:
-            pairs = [(id, weight / whole) for (id, _), weight in zip(candidates, weights, strict=True)]
-            return sorted(pairs, key=lambda pair: -pair[1])
-        scored = self._scored(candidates, logits, [weight / whole for weight in weights], path)
-        most = scored[0][0]
-        exponentials = [math.exp(max(score - most, -30.0)) for score, _ in scored]
+            best = sorted(zip(candidates, shares, strict=True), key=lambda pair: -pair[0][1])
+            return [(id, share) for (id, _), share in best]
+        scored = self._scored(candidates, shares, path)
+        exponentials = [math.exp(max(score - scored[0][0], -30.0)) for score, _ in scored]
         of_all = math.fsum(exponentials)
         return [(id, each / of_all) for (_, id), each in zip(scored, exponentials, strict=True)]
 
     def _scored(
         self,
         candidates: Sequence[tuple[int, float]],
-        logits: Sequence[float],
         shares: Sequence[float],
         path: Sequence[int],
     ) -> list[tuple[float, int]]:
         """(score, id) of what top_p and min_p leave, the largest first."""
-        params = self._params
+        params, temperature = self._params, max(self._params.temperature, _TINY)
         key = stream_key(params.seed or 0, self._n_tokens + len(path))
         least, cumulated = params.min_p * max(shares), 0.0
         scored: list[tuple[float, int]] = []
@@ -73,8 +74,8 @@ class Foresight:
             if scored and (shares[place] < least or cumulated >= params.top_p):
                 break
             cumulated += shares[place]
-            id = candidates[place][0]
-            scored.append((logits[place] / params.temperature + _sampler.noise(id, key), id))
+            id, logit = candidates[place]
+            scored.append((logit / temperature + _sampler.noise(id, key), id))
         return sorted(scored, reverse=True)
 
     def _changed(self, id: int, logit: float, path: Sequence[int]) -> float:

@@ -28,6 +28,7 @@ _AT_ROOT, _BELOW = 3, 2  # of these that become nodes
 # Buckets: whether the target's choice depends on more than its logits, whether two tokens or one were looked up, the
 # rank, and the class of the candidate's probability, int(8 p). Prior acceptance probability of each.
 _N_CLASSES = 8
+_MOST = 6e4  # logits that half floats hold
 _AFTER_ONE = _AT_ROOT * _N_CLASSES
 _FORESEEN = 2 * _AFTER_ONE
 _PRIORS = (
@@ -99,7 +100,7 @@ class RecyclingDrafter(HoldingDrafter):
             found = top_k(logits, _N_KEPT)
             ids = [id for id, _ in found]
             missing = [-1] * (_N_KEPT - len(ids))
-            of_ids = logits[ids]
+            of_ids = logits[ids].clip(-_MOST, _MOST)
             total = float(of_ids[0]) - math.log(max(found[0][1], 1e-30))
             for key in (_key(before, last), last):
                 place = key % len(self._rows)

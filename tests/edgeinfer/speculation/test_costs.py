@@ -28,7 +28,7 @@ from edgeinfer.speculation.calibration import (
     save_curve,
 )
 from edgeinfer.speculation.cost import CostCurve, CostModel
-from edgeinfer.speculation.other_work import MOST_SHARE, OtherWork
+from edgeinfer.speculation.other_work import MOST_SHARE, LoadMeter, MachineClock
 from edgeinfer.speculation.tree import no_draft
 
 GREEDY = {"temperature": 0.0}
@@ -145,7 +145,7 @@ def test_a_calibration_while_others_worked_is_used_and_not_kept(tmp_path, monkey
     monkeypatch.setattr("edgeinfer.speculation.calibration.MOST_SHARE", MOST_SHARE)
     curve = CostCurve(0, {1: 0.010, 2: 0.012, 4: 0.015}, 0, {})
     for cores, n_files in ((0.5, 0), (0.05, 1)):
-        monkeypatch.setattr("edgeinfer.speculation.calibration.OtherWork.cores", lambda self, cores=cores: cores)
+        monkeypatch.setattr("edgeinfer.speculation.calibration.LoadMeter.load", lambda self, cores=cores: cores)
         costs = cached_costs("key", lambda: curve)
         assert costs.milliseconds(0)[4] == pytest.approx(15.0)
         for _ in range(200):
@@ -157,17 +157,11 @@ def test_a_calibration_while_others_worked_is_used_and_not_kept(tmp_path, monkey
 def test_work_of_other_processes_is_seen():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
         try:
-            work = OtherWork()
+            work = LoadMeter(MachineClock())
             time.sleep(1.0)
-            assert work.cores() > 0.3
+            assert work.load() > 0.3
         finally:
             other.kill()
-
-
-def test_own_work_is_not_that_of_others(monkeypatch):
-    clocks = iter([(0.0, 10.0, 1.0), (2.0, 13.0, 3.9)])
-    monkeypatch.setattr(OtherWork, "_clocks", lambda *self: next(clocks))
-    assert OtherWork().cores() == pytest.approx(0.04)
 
 
 def test_a_draft_model_has_a_cost_curve_of_its_own(opened, model, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What each drafter proposes, on texts small enough to know the answer."""
 
+import math
 import random
 import tracemalloc
 
@@ -253,6 +254,24 @@ def test_probabilities_are_those_of_the_softmax():
     sampled = Foresight(SamplingParams(temperature=1.0, seed=3, min_p=0.0, top_p=1.0), []).ranked(candidates, total, ())
     assert sum(p for _, p in sampled) == pytest.approx(1.0) and len(sampled) == 4
     assert [p for _, p in sampled] == sorted((p for _, p in sampled), reverse=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-300, 0.5, 1e6])
+@pytest.mark.parametrize("scale", [1.0, 1e6])
+def test_candidates_that_are_banned_or_beyond_all_measure_are_no_fault(temperature, scale):
+    ids, tokens = [3, 8, 11, 20, 21, 30], [1, 2, 3]
+    for banned in (ids[:1], ids):
+        params = SamplingParams(temperature=temperature, seed=1, logit_bias=dict.fromkeys(banned, -math.inf))
+        drafter, context = RecyclingDrafter(), context_of(tokens)
+        logits = np.full(40, -20.0, dtype=np.float32) * np.float32(scale)
+        logits[ids] = np.arange(10.0, 4.0, -1.0, dtype=np.float32) * np.float32(scale)
+        drafter.observe(context, 1, [logits])
+        context = context_of(tokens[:-1])
+        context.params, context.is_plain = params, False
+        tree = drafter.propose(context, 4)
+        assert not set(tree.tokens) & set(banned)
+        assert len(tree) == 0 or checked(tree, 40, 4) == tree
+        assert (len(tree) == 0) == (banned == ids)
 
 
 def test_a_path_of_drafts_is_penalised_too():
