@@ -53,7 +53,7 @@ check: .venv/.installed .venv/.libraries .venv/.dev
 # Models are named in MODELS; the default one without.
 bench: setup .venv/.dev .venv/.llama
 	$(BIN)/python tests/benchmarks/bench_engine.py \
-	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.loading as e; print(e.default_model())')") $(ARGS)
+	    $(or $(MODELS),"$$($(BIN)/python -c 'import edgeinfer.library.local as l; print(l.default_model())')") $(ARGS)
 
 # Of the interpreters PYTHONS; a machine alone: ARGS="--machine x86_64".
 wheels: .venv/.builders .venv/.wheels
