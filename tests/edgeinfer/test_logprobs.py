@@ -137,10 +137,22 @@ def test_the_reference_scores_too(model):
     assert pairs(score) == expected_score(model, prompt, tokens, "reference")[0]
 
 
-def test_many_continuations_and_the_end_of_the_context(engine, model):
+def test_many_continuations_and_the_end_of_the_context(engine, model, monkeypatch):
     following = [[a, b, c] for a, b, c in product((20, 21, 22), (30, 31, 32, 33), (40, 41, 42, 43, 44))]
     prompt = engine.tokenize(PROMPT)
-    scores = engine.score(PROMPT, following)
+    with monkeypatch.context() as patched:
+        forward, sizes = engine.session.forward, []
+
+        def noted(tokens, *rest, **options):
+            sizes.append((len(tokens), options.get("logits")))
+            return forward(tokens, *rest, **options)
+
+        patched.setattr(engine.session, "forward", noted)
+        scores = engine.score(PROMPT, following)
+    n_rows = 4 if engine.speculator is None else engine.speculator.most_rows
+    passes = [n for n, logits in sizes if logits == "all"]
+    shared = 3 + 3 * 4  # beginnings of one and two tokens
+    assert max(passes) <= n_rows and sum(passes) < (30 if n_rows == 4 else shared + 4)
     for tokens, score in list(zip(following, scores, strict=True))[::7]:
         assert pairs(score) == expected_score(model, prompt, tokens)[0]
     room = engine.n_ctx - len(prompt)
