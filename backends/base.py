@@ -62,12 +62,12 @@ class Session(Protocol):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """Run tokens through the model behind the committed ones, without committing them.
+        """Run tokens through the model after the committed ones, without committing them.
 
         tokens: (n,) int32.  parents: (n,) int32, the index in this batch of the token that each follows, -1 for the
         last committed one, always smaller than the own index; None is a chain.  logits: "last", "all", or row indices.
         hidden: layers whose output is wanted (negative counts from the end); True is what the output matrix reads, the
-        last layer's output behind the final norm.
+        last layer's output after the final norm.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
         """
         ...
@@ -286,7 +286,7 @@ class BranchingSession(Session, Protocol):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """As Session.forward, behind the first n_pending rows of the forwards since the last commit.
+        """As Session.forward, after the first n_pending rows of the forwards since the last commit.
 
         Parents and the path of `commit` are counted from the first pending row; all rows of a tree must fit into
         n_batch.
@@ -323,10 +323,10 @@ class HeadSession(Protocol):
         n_pending: int = 0,
         logits: LogitsRows = "last",
     ) -> Output:
-        """Run rows through the head behind the committed ones, without committing them.
+        """Run rows through the head after the committed ones, without committing them.
 
         tokens: (n,) int32.  features: (n, n_embd) float32.  n_pending: rows of the forwards since the last commit that
-        stay; these come behind them.  parents: (n,) int32, the row that each follows, counted from the first pending
+        stay; these come after them.  parents: (n,) int32, the row that each follows, counted from the first pending
         one, -1 for the last committed one; None is a chain.  logits: which of the n rows, as in Session.forward.
         Gives (m, n_logits) logits, and as hidden (1, n, n_embd) the features that it predicts.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
@@ -375,11 +375,11 @@ class DraftingHead(HeadSession, Protocol):
         assumed: ArrayLike = (),
         n_vocab: int | None = None,
     ) -> Nodes:
-        """A tree of what is likely behind tokens, of ids that the head has logits for; see DraftingSession.draft.
+        """A tree of what is likely after tokens, of ids that the head has logits for; see DraftingSession.draft.
 
         What `commit` can keep are rows as of a forward of tokens and features, and of all nodes but those of the last
-        level behind the features that the head predicts.  assumed: (m,) int, tokens that the tree follows although no
-        feature of theirs is known: they are read behind predicted ones too, and may be kept as the nodes.
+        level after the features that the head predicts.  assumed: (m,) int, tokens that the tree follows although no
+        feature of theirs is known: they are read after predicted ones too, and may be kept as the nodes.
         """
         ...
 
@@ -422,7 +422,7 @@ class HeadModel(Protocol):
 def run_text(
     session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
 ) -> Output:
-    """Run and commit tokens behind the committed ones, n_batch at a time; returns what one forward would have given.
+    """Run and commit tokens after the committed ones, n_batch at a time; returns what one forward would have given.
 
     tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward. Raises what Session.forward raises; tokens of
     earlier passes stay committed.

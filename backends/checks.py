@@ -17,7 +17,7 @@ from edgeinfer.types import Features, LogitsRows, TokenIds
 
 
 def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> TokenIds:
-    """Tokens as a contiguous (n,) int32 array, n >= 1, ids in the vocabulary, fitting behind n_past.
+    """Tokens as a contiguous (n,) int32 array, n >= 1, ids in the vocabulary, fitting after n_past.
 
     Raises ShapeError or ContextOverflow.
     """
@@ -52,7 +52,7 @@ def check_parents(parents: ArrayLike | None, n: int, first: int = 0) -> NDArray[
 def check_links(
     pending: NDArray[np.int32], parents: ArrayLike | None, n: int, n_batch: int
 ) -> tuple[NDArray[np.int32], bool]:
-    """(parents of the pending rows and of n behind them, (n_pending + n,) int32; whether they are a chain).
+    """(parents of the pending rows and of n after them, (n_pending + n,) int32; whether they are a chain).
 
     pending: (n_pending,) int32.  parents: of the n rows, see check_parents. Raises ShapeError, also for a tree that
     does not fit into one batch.

@@ -59,7 +59,7 @@ class Batch:
 
 
 def chain_batch(ids: TokenIds, n_past: int) -> Batch:
-    """Tokens that follow one another behind position n_past - 1."""
+    """Tokens that follow one another after position n_past - 1."""
     return Batch(ids, np.arange(n_past, n_past + len(ids), dtype=np.int32), None, n_past)
 
 
@@ -108,7 +108,7 @@ class DeviceDecoder(Protocol):
         ...
 
     def keep_path(self, cache: Any, rows: NDArray[np.int32], n_past: int) -> None:
-        """Move the keys and values of these rows behind the committed n_past to slots n_past, n_past + 1, ..."""
+        """Move the keys and values of these rows after the committed n_past to slots n_past, n_past + 1, ..."""
         ...
 
     def begin(self) -> None:
@@ -268,7 +268,7 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
         taps: Sequence[int],
         features: Features | None = None,
     ) -> Output:
-        """Run tokens behind the first n_pending of those that are; see HeadSession.forward."""
+        """Run tokens after the first n_pending of those that are; see HeadSession.forward."""
         decoder, n = self._open(), len(ids)
         rows = check_rows(logits, n)
         links, is_chain = check_links(self._parents[:n_pending], parents, n, self.n_batch)
@@ -330,7 +330,7 @@ class DeviceSession(DeviceText[_Decoder], Session):
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there."""
+        """See Session.reuse_prefix. Finds nothing: the logits after a text would depend on how it came there."""
         return self.truncate(0)
 
 

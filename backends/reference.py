@@ -210,7 +210,7 @@ class ReferenceDecoder(OfOneProcess):
     ) -> tuple[Floats, Floats]:
         """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
 
-        links: (n_pending + n,), parents of the rows that are pending and of these behind them.  inputs: see LayerRows.
+        links: (n_pending + n,), parents of the rows that are pending and of these after them.  inputs: see LayerRows.
         """
         spec = self.decoder
         paths = visible_slots(links, text.n_past)[len(links) - len(x) :]

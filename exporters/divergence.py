@@ -1,4 +1,4 @@
-"""How far the distributions of one model are from those of another, by their logits behind the same tokens."""
+"""How far the distributions of one model are from those of another, by their logits after the same tokens."""
 
 from __future__ import annotations
 

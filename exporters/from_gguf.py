@@ -17,7 +17,7 @@ from edgeinfer.overriding import override
 
 
 class FromGguf(ExportTarget):
-    """A target behind the one for GGUF files, where the request names a folder of Hugging Face or a type."""
+    """A target after the one for GGUF files, where the request names a folder of Hugging Face or a type."""
 
     def __init__(self, target: ExportTarget) -> None:
         self.target = target

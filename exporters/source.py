@@ -30,7 +30,7 @@ class SourceTensor:
     """A tensor of a source, read some rows at a time.
 
     shape: in numpy's order.  type: what holds its weights without loss.  rows: (last - first, n_in) float32; the rows
-    of a tensor of three axes are those of its matrices one behind the other, a vector is one row.  stored: the bytes of
+    of a tensor of three axes are those of its matrices one after the other, a vector is one row.  stored: the bytes of
     the same rows in `type`, where the source has them; None where they are made of the rows.
     """
 
@@ -136,7 +136,7 @@ class GgufSource(Source):
         info = self.file.tensors[name]
         n_in = info.shape[-1] if info.shape else 1
         row_bytes = n_in // info.type.block_elements * info.type.block_bytes
-        is_end = last * n_in == info.n_elements  # I2_S has bytes behind its last row
+        is_end = last * n_in == info.n_elements  # I2_S has bytes after its last row
         return self.file.data(name, first * row_bytes, info.n_bytes if is_end else last * row_bytes)
 
     def _rows(self, name: str, first: int, last: int) -> Floats:

@@ -1,6 +1,6 @@
 """tokenizer.json and tokenizer_config.json of Hugging Face, made from a GGUF file's vocabulary.
 
-Byte-level vocabularies become BPE behind the published pre-tokeniser; those of SentencePiece become BPE with byte
+Byte-level vocabularies become BPE after the published pre-tokeniser; those of SentencePiece become BPE with byte
 fallback, whose merges follow from the scores. What is made is loaded by the library `tokenizers` and compared with the
 file's own tokenizer before it is given away.
 """

@@ -64,7 +64,7 @@ def build_program(
 ) -> Path:
     """A program of the sources, compiled when it is not in the cache yet.
 
-    defines: macros. flags: of the compiler, behind those that all have.
+    defines: macros. flags: of the compiler, after those that all have.
     Raises BackendUnavailable without a compiler or without the headers, and with what the compiler says where it fails.
     """
     compiler, text = cpp_compiler(), _headers_flags(headers)

@@ -1,10 +1,10 @@
 """Draft heads: a few blocks that continue from the target's hidden rows and predict the next tokens.
 
-A feature is the target's hidden row behind its final norm, the input of its output matrix. At position i a head takes
+A feature is the target's hidden row after its final norm, the input of its output matrix. At position i a head takes
 the feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with
 the output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings
 are the target's; the output matrix has rows for some of the tokens only. Features of the target may be made of its rows
-behind several layers instead (arXiv:2503.01840).
+after several layers instead (arXiv:2503.01840).
 
 EAGLE-3 heads, in the form of llama.cpp's converter, always do that, and may have their own embeddings.
 """
@@ -115,7 +115,7 @@ class FeatureProjection:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A draft head: a front that joins tokens with features, a decoder behind it, and what makes the features.
+    """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features.
 
     features: None where they are the target's hidden rows themselves.  draft_vocab: (n_logits,) int32, ascending ids of
     the target's tokens, one for each row of the decoder's output matrix.  taps: the target's rows that features are
@@ -145,7 +145,7 @@ class HeadSpec:
 
     @property
     def feature_tap(self) -> int:
-        """Layer behind which the predicted feature stands, in front of the norm of the output matrix."""
+        """Layer after which the predicted feature stands, in front of the norm of the output matrix."""
         return self.decoder.n_layers - 1 if self.decoder.output_norm is not None else self.decoder.n_layers
 
     @property
@@ -193,7 +193,7 @@ def read_head(file: ModelFile) -> HeadSpec:
 def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     """Tells models apart by vocabulary and fine-tune: a SHA-256 in hex.
 
-    Of the tokens in UTF-8, joined by zero bytes, and behind them, unless they alone are wanted, the bytes of
+    Of the tokens in UTF-8, joined by zero bytes, and after them, unless they alone are wanted, the bytes of
     output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")

@@ -12,7 +12,7 @@ MOST_EXPERTS = 4096
 EXPERT_BIASES = frozenset({"router_bias", "gate_bias", "up_bias", "down_bias"})
 # What the numbers of expert_gating_func mean.
 _FUNCTIONS: dict[int, RouterFunction] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_top_k", 4: "sqrt_softplus"}
-# Tensors behind "blk.<index>.", by role. Gate and up are apart, or one tensor.
+# Tensors after "blk.<index>.", by role. Gate and up are apart, or one tensor.
 _ALWAYS = {"router": "ffn_gate_inp.weight", "down": "ffn_down_exps.weight"}
 _SPECIAL = {
     "router_bias": "ffn_gate_inp.bias",

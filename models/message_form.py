@@ -5,7 +5,7 @@ Three things are tried, each with a text that must then be in the prompt:
 - A content is a text. Where the template loses or refuses it, the content is a list of one part instead,
   {"type": "text", "text": ...}, for the roles that need it.
 - A system message is a message of its own. Where the template loses or refuses it, its text goes in front of the first
-  user message behind it, with an empty line between them.
+  user message after it, with an empty line between them.
 - Messages are given as they are. Where the template refuses several of one role in a row, they become one, with empty
   lines between them.
 """
@@ -112,7 +112,7 @@ def with_turns_joined(messages: Messages) -> Messages:
 
 
 def _with_system_merged(messages: Messages) -> Messages:
-    """Each system message in front of the first user message behind it; without one it is a user message itself."""
+    """Each system message in front of the first user message after it; without one it is a user message itself."""
     found: list[Mapping[str, Any]] = []
     waiting: list[str] = []
     for message in messages:

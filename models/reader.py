@@ -40,7 +40,7 @@ ROPE_FREQS = frozenset({"rope_freqs.weight"})
 LONG_AND_SHORT = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 ROPE_TENSORS = ROPE_FREQS | LONG_AND_SHORT  # what RopeSpec has the frequencies from
 
-# Tensors of a layer in GGUF, behind "blk.<index>.", by block and role. First those that most architectures have.
+# Tensors of a layer in GGUF, after "blk.<index>.", by block and role. First those that most architectures have.
 _COMMON = {
     "mixer.norm": "attn_norm.weight",
     "mixer.q": "attn_q.weight",
@@ -109,7 +109,7 @@ class Architecture:
     """How one GGUF `general.architecture` departs from the common layer: `Attention` with RoPE, then `Dense`.
 
     rope_kind: see RopeSpec.  required / optional: tensors of a layer beyond those that most architectures have, by
-    block and role, such as "mixer.q_bias"; without: those it lacks; renamed: those that have another name behind
+    block and role, such as "mixer.q_bias"; without: those it lacks; renamed: those that have another name after
     "blk.<index>.".  fused: queries, keys and values may be one tensor.  fused_ffn: gate and up are one.  experts: what
     is special about its experts, None without any.  skips_nextn: layers that predict tokens further ahead, the last of
     block_count, are left out.  output: whether there is an output matrix beside the embeddings.  rope_factors: tensors
@@ -246,7 +246,7 @@ class Reader(KeyReader):
         return self.integer("block_count", 1, 4096) - self._n_skipped()
 
     def _n_skipped(self) -> int:
-        """Layers behind the model's own that predict tokens further ahead, where those are left out."""
+        """Layers after the model's own that predict tokens further ahead, where those are left out."""
         if not self.architecture.skips_nextn:
             return 0
         return self.integer("nextn_predict_layers", 0, self.integer("block_count", 1, 4096) - 1, default=0)

@@ -25,7 +25,7 @@ _CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """The calls in what a model wrote between the tags: JSON, or names with JSON behind them; none if it is neither."""
+    """The calls in what a model wrote between the tags: JSON, or names with JSON after them; none if it is neither."""
     value = _read_json(text)
     if isinstance(value, list):
         calls = [_call(each, json.dumps(each, ensure_ascii=False)) for each in value]
@@ -53,7 +53,7 @@ def _call(value: Any, text: str) -> ToolCall | None:
 
 
 def _named_call(text: str) -> ToolCall | None:
-    """A call from its name with JSON behind it; between them may be tags."""
+    """A call from its name with JSON after it; between them may be tags."""
     head, brace, body = text.partition("{")
     inside, end, _ = body.rpartition("}")
     arguments = _object(_read_json(brace + inside + end))

@@ -45,7 +45,7 @@ class Cache:
         library, memory = self._library, self._memory
         self._drop_branches()
         removed = library.llama_memory_seq_rm(memory, 0, n, -1)
-        # Cells that are behind a sliding window may have been used again.
+        # Cells that are after a sliding window may have been used again.
         is_whole = not self.has_cells or library.llama_memory_seq_pos_min(memory, 0) <= 0
         if removed and is_whole:
             return n

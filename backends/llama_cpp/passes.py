@@ -18,7 +18,7 @@ _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 class Passes:
-    """Passes through a model behind the committed tokens.
+    """Passes through a model after the committed tokens.
 
     A tree runs in one pass where its branches are sequences of llama.cpp over shared cells. Where there are more than
     MAX_OUTPUTS branches or rows of logits, or the model keeps a state and not cells (Mamba, RWKV, hybrids), each branch
@@ -74,7 +74,7 @@ class Passes:
         self._n_held = min(self._n_held, n_past)
 
     def _run_chain(self, ids: TokenIds, wanted: Rows, sequence: int, out: Logits) -> None:
-        """Logits (len(wanted), n_vocab) of a chain behind what the sequence holds, in as many passes as it takes."""
+        """Logits (len(wanted), n_vocab) of a chain after what the sequence holds, in as many passes as it takes."""
         context = self._context
         n_past = self._cache.length(sequence)
         for first, last in _chunks(len(ids), wanted, context.n_batch, context.n_outputs):

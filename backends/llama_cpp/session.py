@@ -137,7 +137,7 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
     def run(
         self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]
     ) -> Logits:
-        """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
+        """Logits (len(rows), n_vocab) of a pass after a text; has_run: called once the process has run it.
 
         Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
         which may be why.

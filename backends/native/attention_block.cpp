@@ -46,7 +46,7 @@ void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inp
     const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         const int first = tasks.first(task), last = tasks.last(task);
-        pass.product(thread, m, inputs, n, first, last, tasks.behind(m, task), y, ldy);
+        pass.product(thread, m, inputs, n, first, last, tasks.next_data(m, task), y, ldy);
         add_bias(m, bias, n, first, last, y, ldy);
     };
     pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {

@@ -204,7 +204,7 @@ void bind_text_state(nb::module_& m) {
     nb::class_<TextState>(m, "TextState", "What a text leaves behind in all layers, and texts that are kept for later.")
         .def("__init__", &init_text, "config"_a, "type"_a, "n_ctx"_a)
         .def("has_room", &TextState::has_room, "n_tokens"_a,
-             "Whether so many tokens can be there, those behind n_past not committed.")
+             "Whether so many tokens can be there, those after n_past not committed.")
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a,
              "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")

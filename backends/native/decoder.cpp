@@ -44,7 +44,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
 
-// Angles of keys without their bias; see KeyTurns. Rows behind the last pair stay 0.
+// Angles of keys without their bias; see KeyTurns. Rows after the last pair stay 0.
 void Decoder::fill_turns() {
     for (size_t r = 0; r < activations_->turns.size(); r++) {
         const Activations::Turns& turns = activations_->turns[r];
@@ -106,7 +106,7 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
-        return false;  // in this order: an interrupt is seen here, or sets stop_ behind it
+        return false;  // in this order: an interrupt is seen here, or sets stop_ after it
     for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
     return run_by_all(pass);
 }
@@ -199,7 +199,7 @@ void Decoder::set_angles(const Pass& pass, int c) const {
     }
 }
 
-// Copies x to the texts that want it behind this layer, and rms_norm(x) behind the last one.
+// Copies x to the texts that want it after this layer, and rms_norm(x) after the last one.
 void Decoder::tap(const Pass& pass, int thread, int layer) const {
     const Activations& b = pass.b;
     const float* norm = layer == config_.n_layers() ? output_norm_ : nullptr;
@@ -226,7 +226,7 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = output.n_out;
-        kernels_.matmul(output, inputs, pass.n_rows, first, last, tasks.behind(output, task), pass.logits,
+        kernels_.matmul(output, inputs, pass.n_rows, first, last, tasks.next_data(output, task), pass.logits,
                         static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
             float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;

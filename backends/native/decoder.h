@@ -70,7 +70,7 @@ public:
     size_t part_bytes(int n_parts, int part) const;
 
     // The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order in which they are added
-    // up; -1 in layers without experts, and behind those of layers that use fewer. Not while a pass runs.
+    // up; -1 in layers without experts, and after those of layers that use fewer. Not while a pass runs.
     struct Routing {
         int n_rows, n_used;
         std::vector<int32_t> experts;

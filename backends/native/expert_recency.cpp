@@ -52,7 +52,7 @@ void ExpertRecency::remove(ExpertId id) {
     (e.next == kNone ? layer.newest : entry({id.layer, e.next}).previous) = e.previous;
 }
 
-// Layers behind the present one were computed in one pass fewer: there, what the pass before this one wanted is as recent
+// Layers after the present one were computed in one pass fewer: there, what the pass before this one wanted is as recent
 // as what this one wants of the layers that it has gone through.
 std::optional<ExpertId> ExpertRecency::oldest(std::span<const int> layers, int present_layer) const {
     const int n_layers = static_cast<int>(layers_.size());

@@ -41,7 +41,7 @@ ExpertWork& ExpertTasks::add(int expert, int n_rows, int first_row, const int32_
     return work;
 }
 
-// The down product of a network comes behind the first products of the next one, so that nobody waits for them; but not
+// The down product of a network comes after the first products of the next one, so that nobody waits for them; but not
 // if the next one may have to be waited for.
 void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
     constexpr int kTasksEach = 8;  // that a thread gets at least
@@ -72,9 +72,9 @@ void ExpertTasks::add_segment(int work, bool is_down) {
 }
 
 ExpertTask ExpertTasks::at(int task) const {
-    const Segment* behind = std::upper_bound(segments_.get(), segments_.get() + n_segments_, task,
-                                             [](int t, const Segment& s) { return t < s.first_task; });
-    const Segment& segment = behind[-1];
+    const Segment* after = std::upper_bound(segments_.get(), segments_.get() + n_segments_, task,
+                                            [](int t, const Segment& s) { return t < s.first_task; });
+    const Segment& segment = after[-1];
     const ExpertWork& work = works_[segment.work];
     const int each = segment.is_down ? work.groups_of_down : work.groups_of_up;
     const int n_groups = (segment.is_down ? work.down : work.gate)->n_groups();

@@ -125,7 +125,8 @@ void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& inputs) con
     const Tasks tasks(router_, pass.n, pass.pool.size(), pass.kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.behind(router_, task), b.router, b.ld_router);
+        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.next_data(router_, task), b.router,
+                            b.ld_router);
         add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
         if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < tasks.count()) return;
         choose_for(pass, thread, 0);

@@ -4,7 +4,7 @@
 
 namespace {
 
-// The segment of the first slot that is read behind n_past tokens.
+// The segment of the first slot that is read after n_past tokens.
 size_t first_read(int n_past, int window) { return static_cast<size_t>(std::max(0, n_past + 1 - window) / kSegment); }
 
 size_t count(int n_slots) { return static_cast<size_t>(segments_of(n_slots)); }
@@ -13,7 +13,7 @@ size_t count(int n_slots) { return static_cast<size_t>(segments_of(n_slots)); }
 
 // There are as many segments as one text can need, so that one is free when nothing is parked.
 void KvState::make_room(int n_past, const DropParked& drop_parked) {
-    if (!give_back_behind(n_past)) drop_parked();
+    if (!give_back_after(n_past)) drop_parked();
 }
 
 int32_t KvState::take(int n_past, const DropParked& drop_parked) {
@@ -93,8 +93,8 @@ void KvState::forget(int number) {
     parked_.erase(text);
 }
 
-// What a parked text shares would not be free then; it goes along where one behind it is.
-bool WindowKv::give_back_behind(int n_past) {
+// What a parked text shares would not be free then; it goes along where one after it is.
+bool WindowKv::give_back_after(int n_past) {
     const size_t end = std::min(first_read(n_past - kSlack, window_), table_.segments.size());
     size_t own = table_.first;
     while (own < end && segments_.is_shared(table_.segments[own])) own++;

@@ -32,7 +32,7 @@ protected:
     KvState(const KvShape& shape, int n_segments) : segments_(shape, n_segments) {}
 
     // Frees one segment of the current text, which is n_past long and will not be read there any more, if there is one.
-    virtual bool give_back_behind(int n_past) = 0;
+    virtual bool give_back_after(int n_past) = 0;
     virtual int reach_of(const Table& table, int n_past) const = 0;
     // The first segment that the current text keeps when it is parked with n_past tokens.
     virtual size_t first_kept(int n_past) const = 0;
@@ -55,7 +55,7 @@ public:
     FullKv(const KvShape& shape, int n_ctx) : KvState(shape, segments_of(n_ctx)) {}
 
 private:
-    bool give_back_behind(int) override { return false; }
+    bool give_back_after(int) override { return false; }
     int reach_of(const Table&, int n_past) const override { return n_past; }
     size_t first_kept(int) const override { return 0; }
 };
@@ -76,7 +76,7 @@ public:
     static int n_segments(int window, int n_batch) { return (window - 1 + kSlack + n_batch - 2) / kSegment + 2; }
 
 private:
-    bool give_back_behind(int n_past) override;
+    bool give_back_after(int n_past) override;
     int reach_of(const Table& table, int n_past) const override;
     size_t first_kept(int n_past) const override;
 

@@ -1,6 +1,6 @@
 // What texts leave behind in some layers of one kind.
 //
-// There is the current text, which passes run behind, and there are parked texts, known by a number. A state is told n_past,
+// There is the current text, which passes run after, and there are parked texts, known by a number. A state is told n_past,
 // the number of committed tokens, by TextState, which holds one state for each kind of layer and keeps them in step.
 //
 // A forward pass makes the slots from n_past on, one for each row that is not committed, in the order of the rows. A state

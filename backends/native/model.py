@@ -211,7 +211,7 @@ class NativeModel(NativeDecoder, Model):
     def routing(self) -> NDArray[np.int32]:
         """The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order of their sum.
 
-        -1 in layers without experts, and behind the experts of layers that use fewer than others.
+        -1 in layers without experts, and after the experts of layers that use fewer than others.
         """
         return self.decoder().routing()
 

@@ -19,7 +19,7 @@
 #include "pool.h"
 #include "text_state.h"
 
-// The rows of one text: n tokens behind n_pending ones of the forwards before, that are not committed. parents:
+// The rows of one text: n tokens after n_pending ones of the forwards before, that are not committed. parents:
 // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are
 // n_batch at most. n_ctx: positions that the text may have. features: (n, n_embd) for a decoder with a front. taps:
 // (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers `tapped`;
@@ -53,7 +53,7 @@ public:
          std::atomic<bool>& stop, const std::function<bool()>& poll)
         : config(config), kernels(kernels), pool(pool), b(activations), stop_(stop), poll_(poll) {}
 
-    // Its tokens come behind those that were added before.
+    // Its tokens come after those that were added before.
     void add(const TextRows& rows);
 
     bool alone() const { return n == 1; }

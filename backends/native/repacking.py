@@ -38,7 +38,7 @@ _COPIED_BYTES = 1 << 20
 class Trace:
     """A text that went through a model.
 
-    rows: (m,) those whose logits are wanted.  residuals: (n_layers, n, n_embd), the residual stream behind each layer.
+    rows: (m,) those whose logits are wanted.  residuals: (n_layers, n, n_embd), the residual stream after each layer.
     logits: (m, n_logits).
     """
 

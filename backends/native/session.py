@@ -111,7 +111,7 @@ class NativeText(OfOneProcess):
         links, is_chain = check_links(pending, rows.parents, len(ids), self.n_batch)
         if not state.has_room(state.n_past + len(links)):
             raise ShapeError(
-                f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted behind "
+                f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted after "
                 f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_text does)"
             )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
@@ -122,7 +122,7 @@ class NativeText(OfOneProcess):
         self._parents = []
 
     def set_pending(self, rows: TextRows) -> None:
-        """A pass has ended: its rows are pending, behind those that they came behind."""
+        """A pass has ended: its rows are pending, after those that they came after."""
         self._tokens = self._tokens[: rows.n_pending] + rows.tokens.tolist()
         self._parents = rows.links.tolist()
 

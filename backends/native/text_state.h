@@ -41,7 +41,7 @@ public:
     int n_past() const { return n_past_; }
     int n_ctx() const { return sizes_.n_ctx; }
     const TextSizes& sizes() const { return sizes_; }
-    // Slots behind n_past that rows may be committed from.
+    // Slots after n_past that rows may be committed from.
     int n_pending() const { return n_slots_ - n_past_; }
     KvHead head(int layer, int kv_head) const {
         const Place& place = places_[static_cast<size_t>(layer)];
@@ -52,12 +52,12 @@ public:
     bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes_.n_batch || n_slots <= n_unmoved_; }
     // Makes these slots this text's own. There must be room.
     void reserve(int n_slots);
-    // Moves these slots behind n_past, ascending, to n_past, n_past + 1, ...
+    // Moves these slots after n_past, ascending, to n_past, n_past + 1, ...
     void commit(const int32_t* path, int n);
 
     // The largest length up to n_past <= this->n_past() that truncate can reach: less where a window was given back.
     int reach(int n_past) const;
-    // Forgets what is behind the first n_past tokens, or behind fewer; gives how many there are then.
+    // Forgets what is after the first n_past tokens, or after fewer; gives how many there are then.
     int truncate(int n_past);
 
     // Remembers the text under a number.

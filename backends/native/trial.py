@@ -54,7 +54,7 @@ _ALIGNMENT = 64
 class PassTimes:
     """Seconds of parts of a pass, of the whole model.
 
-    layers, output: by number of tokens, with an empty context; output is the matrix behind the last layer, for all of
+    layers, output: by number of tokens, with an empty context; output is the matrix after the last layer, for all of
     them.  row_position: of attention for one token, for each layer and position that it sees; in long passes it is
     row_position_long.  was_disturbed: other processes had the cores meanwhile.
     """

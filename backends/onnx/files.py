@@ -61,7 +61,7 @@ def data_names(data: str, constants: Sequence[Constant], max_bytes: int | None =
 
 
 class _DataFiles:
-    """Files with constants, one behind the other."""
+    """Files with constants, one after the other."""
 
     def __init__(self, path: Path, max_bytes: int | None) -> None:
         self.paths: list[Path] = []

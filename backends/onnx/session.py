@@ -189,7 +189,7 @@ class OnnxDecoder(DeviceDecoder):
     def _places(self, cache: Cache, batch: Batch) -> dict[str, NDArray[Any]]:
         """The inputs that say where tokens stand, and what they see."""
         n, n_past = len(batch), batch.n_past
-        n_nodes = batch.first + n  # that stand behind n_past, these the last of them
+        n_nodes = batch.first + n  # that stand after n_past, these the last of them
         n_slots = cache.n_ctx if self._has_slots else n_past + n_nodes
         positions = np.zeros(n_slots, dtype=np.int64)  # by slot
         positions[:n_past] = np.arange(n_past)

@@ -1,4 +1,4 @@
-// Attention of one shape, behind common.cl; the recipe is that of edgeinfer.models.spec.Attention.
+// Attention of one shape, after common.cl; the recipe is that of edgeinfer.models.spec.Attention.
 //
 // Macros: HEAD_DIM; N_HEADS; N_KV_HEADS. Queries, keys and values of a token lie side by side in qkv. The cache, keys
 // and values, is (layers of this shape, N_KV_HEADS, n_ctx, HEAD_DIM).

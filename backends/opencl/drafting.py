@@ -22,7 +22,7 @@ def draft_tree(
     n_logits: int,
     assumed: Sequence[int] = (),
 ) -> Nodes:
-    """Run a chain, then levels of a tree behind it, all chosen on the device; see DraftingSession.draft.
+    """Run a chain, then levels of a tree after it, all chosen on the device; see DraftingSession.draft.
 
     n_logits: the first of a row, that nodes are chosen from.  assumed: see DraftingHead.draft. Nothing is read before
     the end, so that the host waits for the device once.

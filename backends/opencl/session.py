@@ -138,7 +138,7 @@ class DraftingText(DeviceText[Decoder]):
         return nodes
 
     def _check_tree(self, n_before: int, n_levels: int, width: int) -> None:
-        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted behind that many tokens."""
+        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted after that many tokens."""
         widest = min(TOP, self.n_batch)
         if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
             raise InvalidArgument(

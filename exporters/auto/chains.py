@@ -22,7 +22,7 @@ from edgeinfer.overriding import override
 from edgeinfer.types import Logits
 
 Numbers: TypeAlias = NDArray[np.float64]
-# Of chains: (n_starts, n_depths), entry (i, d) of the token that is drafted at depth d behind start i if all before it
+# Of chains: (n_starts, n_depths), entry (i, d) of the token that is drafted at depth d after start i if all before it
 # are accepted.
 Margins: TypeAlias = NDArray[np.float64]
 

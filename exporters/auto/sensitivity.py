@@ -22,7 +22,7 @@ _KINDS: tuple[frozenset[GGMLType], ...] = (
     frozenset(GGMLType[name] for name in ("Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K")),
 )
 _LEAST = 1e-9  # of a loss that is measured: less is noise
-# Whatever changes in a model, the int8 codes of activations behind it change here and there, and with them the logits:
+# Whatever changes in a model, the int8 codes of activations after it change here and there, and with them the logits:
 # by about ten times as much as rounding one tensor to four bits does. So its errors are amplified, which the loss is
 # nearly quadratic in, and what no error at all would do is measured too, in some layers, and taken off. Losses above
 # _LARGE are no longer quadratic, and large enough to be measured as they are.
@@ -59,12 +59,12 @@ def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -
 
 
 def _costs_of_losses(subjects: Sequence[Subject]) -> list[float]:
-    """What the loss of each tensor takes, over the others: its rounding, and a pass of what lies behind it."""
+    """What the loss of each tensor takes, over the others: its rounding, and a pass of what lies after it."""
     sizes = [float(math.prod(subject.tensor.shape)) for subject in subjects]
-    behind: dict[int, float] = {}
+    after: dict[int, float] = {}
     for layer in {subject.layer for subject in subjects}:
-        behind[layer] = sum(size for each, size in zip(subjects, sizes, strict=True) if each.layer >= layer)
-    return [_ROUNDING * size + behind[subject.layer] for subject, size in zip(subjects, sizes, strict=True)]
+        after[layer] = sum(size for each, size in zip(subjects, sizes, strict=True) if each.layer >= layer)
+    return [_ROUNDING * size + after[subject.layer] for subject, size in zip(subjects, sizes, strict=True)]
 
 
 def floors(trials: Measured, subjects: Sequence[Subject]) -> Callable[[int], float]:

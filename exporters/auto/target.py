@@ -32,7 +32,7 @@ _CALIBRATION_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class TargetText:
-    """A text of the target. rows: consecutive ones.  chosen: (n,) the target's token behind each of them."""
+    """A text of the target. rows: consecutive ones.  chosen: (n,) the target's token after each of them."""
 
     tokens: Sequence[int]
     rows: Sequence[int]
@@ -64,7 +64,7 @@ class MeasuredTarget:
     def answers(self, prompts: Sequence[str], n_least: int) -> list[TargetText]:
         """Prompts with the target's greedy answers, those of n_least tokens or more.
 
-        A target that ends all of them earlier has to go on behind the end.
+        A target that ends all of them earlier has to go on after the end.
         """
         tokenizer = Tokenizer.from_file(self.file)
         texts = [asked(self.file, tokenizer, prompt) for prompt in prompts]

@@ -52,7 +52,7 @@ class Window:
 def windows_of(texts: Iterable[CalibrationText], n_tokens: int, n_windows: int, n_rows: int) -> list[Window]:
     """Windows of n_tokens with n_rows that count at most, evenly spread; fewer where the texts end before.
 
-    Texts stand one behind the other, as llama.cpp's perplexity tool has them. The last one of a window is cut; what is
+    Texts stand one after the other, as llama.cpp's perplexity tool has them. The last one of a window is cut; what is
     left of it is not used.
     """
     windows: list[Window] = []

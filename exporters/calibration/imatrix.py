@@ -1,7 +1,7 @@
 """Importance matrices: files of llama.cpp, read and written, and what they say of a tensor.
 
 The GGUF form has, for each matrix, the sums of the squares of its inputs by column (NAME.in_sum2) and the number of
-tokens behind them (NAME.counts), for each expert where there are some. The old form (.dat) has means, scaled by a
+tokens after them (NAME.counts), for each expert where there are some. The old form (.dat) has means, scaled by a
 number of calls.
 """
 
@@ -59,7 +59,7 @@ class Imatrix:
     def means(self, name: str, n_matrices: int = 1) -> Floats | None:
         """(n_matrices, n_in), see Squares.means; None for a tensor that is not in it.
 
-        The old form has the experts of a tensor one behind the other.
+        The old form has the experts of a tensor one after the other.
         """
         if name not in self.of:
             return None

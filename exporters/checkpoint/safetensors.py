@@ -1,7 +1,7 @@
 """Strict reader of safetensors files (https://github.com/huggingface/safetensors#format).
 
 u64 length of a header in JSON, {name: {dtype, shape, data_offsets}}, the bytes of the tensors. Each number of the
-header is checked against the file before it is used: the tensors must cover the bytes behind the header without overlap
+header is checked against the file before it is used: the tensors must cover the bytes after the header without overlap
 and without a gap, as the format wants it.
 """
 
@@ -52,7 +52,7 @@ class StoredTensor:
 
     @property
     def n_rows(self) -> int:
-        """Rows in all: those of the matrices of a tensor of three axes one behind the other; a vector is one row."""
+        """Rows in all: those of the matrices of a tensor of three axes one after the other; a vector is one row."""
         return math.prod(self.shape[:-1])
 
     def read(self, first: int = 0, last: int | None = None) -> Bytes:
@@ -133,7 +133,7 @@ class _Header:
                 self._refuse(f"tensor {tensor.name:.80} begins at byte {tensor.offset}, wanted was {end}: it {problem}")
             end += tensor.n_bytes
         if end != self._file.size:
-            self._refuse(f"has {self._file.size - end} bytes behind the last tensor, which belong to none")
+            self._refuse(f"has {self._file.size - end} bytes after the last tensor, which belong to none")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ModelFileError(f"{self._file.path}: {reason}")

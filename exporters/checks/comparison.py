@@ -17,7 +17,7 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.gguf import ModelFile
 
 N_GREEDY = 32
-N_TEXT = 192  # tokens of the text behind whose each the two models are compared
+N_TEXT = 192  # tokens of the text after whose each the two models are compared
 _ENGINE = "the native engine"
 
 

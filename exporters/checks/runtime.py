@@ -39,8 +39,8 @@ def minimum_runtime(wanted: str) -> dict[str, str]:
 class GreedyRun:
     """What the native engine makes of a prompt without sampling.
 
-    text, prompt: of the prompt, and its ids.  tokens: the most likely ones behind it, without one that ends the answer.
-    forced: the same, and those behind the end, up to the number that was wanted.  logits: (len(forced), n_vocab)
+    text, prompt: of the prompt, and its ids.  tokens: the most likely ones after it, without one that ends the answer.
+    forced: the same, and those after the end, up to the number that was wanted.  logits: (len(forced), n_vocab)
     float32, those that each token was chosen by.
     """
 
@@ -131,7 +131,7 @@ def compare_tokens(run: GreedyRun, found: Sequence[int], runtime: str) -> str:
 
 
 def compare_logits(run: GreedyRun, rows: NDArray[np.float32], runtime: str) -> tuple[str, dict[str, float]]:
-    """A sentence about the logits behind the tokens of the source, and figures.
+    """A sentence about the logits after the tokens of the source, and figures.
 
     rows: (len(run.forced), n_vocab) of a runtime, which was given run.forced one by one.
     Raises ModelFileError where they are those of another model.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Keys = dict[str, MetadataValue]
 
-# Names of modules in a layer of Hugging Face, and what they are behind "blk.<index>." in GGUF.
+# Names of modules in a layer of Hugging Face, and what they are after "blk.<index>." in GGUF.
 ATTENTION = {
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -34,7 +34,7 @@ QKV_BIASES = {
 }
 BIASES = {**QKV_BIASES, "self_attn.o_proj.bias": "attn_output.bias"}
 QK_NORMS = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"}
-NORMS_BEHIND = {
+NORMS_AFTER = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
 }
@@ -50,7 +50,7 @@ def shared_experts(module: str) -> dict[str, str]:
 class ExpertNames:
     """Where the experts of a checkpoint are.
 
-    module: in a layer.  matrices: "gate", "up" and "down" by their names behind "<module>.<number>.".  router: its
+    module: in a layer.  matrices: "gate", "up" and "down" by their names after "<module>.<number>.".  router: its
     weight.  count, used: the keys of config.json, of which the first that is there counts.  more, optional: further
     tensors of a layer with experts, as in Recipe.
     """
@@ -90,7 +90,7 @@ class Recipe:
     the weights of norms.  output: whether there may, must or cannot be an output matrix beside the embeddings.
     rope_kinds: ways to scale the rotation for long contexts, beyond those that every architecture has.  part_rotated:
     whether a part of each head may be rotated.  keys: metadata beyond the common; last, so that it may replace.
-    cuts_vocabulary: whether rows of the embeddings behind the last token are left out.  check: refuses what cannot be
+    cuts_vocabulary: whether rows of the embeddings after the last token are left out.  check: refuses what cannot be
     converted.
     """
 

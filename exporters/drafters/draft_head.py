@@ -45,7 +45,7 @@ def write_draft_head(
 ) -> None:
     """Write a head of kind "dgf" for this target; its norms are F32.
 
-    sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
+    sizes: the keys after "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
     without the rows of the output matrix, which are made of the target's when the head is opened.  draft_vocab:
     (n_logits,) ascending ids of the target.  taps, matches: see HeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.

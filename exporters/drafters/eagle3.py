@@ -1,6 +1,6 @@
 """EAGLE-3 draft heads of Hugging Face (Li et al., arXiv:2503.01840), as llama.cpp's converter writes them.
 
-A head is one layer, whose tensors checkpoints call `midlayer.`, `layers.0.` or the same behind `model.`. What it lacks
+A head is one layer, whose tensors checkpoints call `midlayer.`, `layers.0.` or the same after `model.`. What it lacks
 is its target's: the vocabulary always, embeddings and output matrix where the checkpoint has none.
 """
 

@@ -111,7 +111,7 @@ class Package:
 
     @property
     def spare(self) -> int:
-        """Positions of a context that drafts take behind an answer."""
+        """Positions of a context that drafts take after an answer."""
         return MAX_DRAFT_TOKENS + 1 if self.drafts else 0
 
 

@@ -47,7 +47,7 @@ class Tensor:
 class Layout:
     """Where everything of a file lies.
 
-    header: its first bytes, with the padding behind them.  offsets: of each tensor, in bytes from the start of the
+    header: its first bytes, with the padding after them.  offsets: of each tensor, in bytes from the start of the
     file.  n_bytes: of the whole file.
     """
 
@@ -57,7 +57,7 @@ class Layout:
 
 
 def layout(metadata: Metadata, tensors: Sequence[Tensor]) -> Layout:
-    """The layout of a file with this metadata and these tensors, one behind the other."""
+    """The layout of a file with this metadata and these tensors, one after the other."""
     header = _header(metadata, tensors)
     header += bytes(_padded(len(header)) - len(header))
     offsets, at = {}, len(header)

@@ -1,6 +1,6 @@
 """A TFLite file while it is built: graphs of operators that share constants, and its writing.
 
-The file is a flatbuffer with the graphs, and behind it the constants, each from a byte that the flatbuffer names:
+The file is a flatbuffer with the graphs, and after it the constants, each from a byte that the flatbuffer names:
 
     flatbuffer | padding | constant 0 | padding | constant 1 | ...
 
@@ -85,7 +85,7 @@ _BITS = {Type.FLOAT32: 32, Type.FLOAT16: 16, Type.INT32: 32, Type.BOOL: 8, Type.
 class Constant:
     """A tensor of the file, whose bytes are made when they are written.
 
-    pieces: arrays that stand one behind the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
+    pieces: arrays that stand one after the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
     one scale a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
     tensor: of the model, that it is made of.
     """

@@ -1,4 +1,4 @@
-"""llm.mnn.weight: codes with their scales as a GGUF file has them, in MNN's order, one matrix behind the other.
+"""llm.mnn.weight: codes with their scales as a GGUF file has them, in MNN's order, one matrix after the other.
 
 A matrix is a header, the codes, a scale (and base) for each run, and its bias:
 

@@ -144,7 +144,7 @@ def draft_of(
     entries = Entries()
     for id, (text, score, type) in enumerate(model.pieces):
         if type == USER_DEFINED:
-            # Behind such a token a text begins anew, maybe with a space; merges make runs of one character as well.
+            # After such a token a text begins anew, maybe with a space; merges make runs of one character as well.
             type = NORMAL if adds_space and len(set(text)) == 1 else USER_DEFINED
             text = text if type == NORMAL else text.replace("▁", " ")
         entries.set(id, text, type, score)

@@ -96,7 +96,7 @@ def host_stages(design: Design, work: Workload) -> dict[str, float]:
 
 
 def decode(design: Design, work: Workload, n_ctx: int) -> Token:
-    """A token behind n_ctx others."""
+    """A token after n_ctx others."""
     stages = {"weights": pass_seconds(design, work), "head": head_seconds(design, work)} | host_stages(design, work)
     if design.attention_lanes:
         stages["attention"] = attention_seconds(design, work, n_ctx + 1)
@@ -104,7 +104,7 @@ def decode(design: Design, work: Workload, n_ctx: int) -> Token:
 
 
 def first_token_seconds(design: Design, work: Workload, n_prompt: int) -> float:
-    """Until the first token behind a prompt of n_prompt tokens: passes of n_engines tokens, and the head once."""
+    """Until the first token after a prompt of n_prompt tokens: passes of n_engines tokens, and the head once."""
     passes = -(-n_prompt // design.n_engines) * pass_seconds(design, work)
     host = n_prompt * sum(host_stages(design, work).values())
     attention = 0.0

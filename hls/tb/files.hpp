@@ -37,7 +37,7 @@ inline std::vector<std::uint8_t> read_part(const std::string& path, std::size_t 
 
 inline std::vector<std::uint8_t> read_whole(const std::string& path) { return read_part(path, 0, size_of_file(path)); }
 
-// The 16 digits behind "hash" in a manifest.json, which has that name once, under "geometry".
+// The 16 digits after "hash" in a manifest.json, which has that name once, under "geometry".
 inline std::uint64_t geometry_of_manifest(const std::string& path) {
     const std::vector<std::uint8_t> bytes = read_whole(path);
     const std::string text(bytes.begin(), bytes.end());

@@ -92,7 +92,7 @@ class MappedFile:
         """Let the system read bytes first..last-1, for each such run: together, and ahead of their use."""
         if hasattr(os, "posix_fadvise"):
             for first, last in runs:
-                if first >= last:  # of no bytes the system would make all behind first
+                if first >= last:  # of no bytes the system would make all after first
                     continue
                 with suppress(OSError):  # where it does not help it does no harm
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)

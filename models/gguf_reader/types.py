@@ -13,7 +13,7 @@ MetadataValue: TypeAlias = (
     int | float | bool | str | Strings | Numbers | list[int] | list[float] | list[bool] | list[str]
 )
 
-I2_S_TAIL_BYTES = 32  # behind the last block of a tensor: its scale as float32, and room
+I2_S_TAIL_BYTES = 32  # after the last block of a tensor: its scale as float32, and room
 
 
 class GGMLType(IntEnum):

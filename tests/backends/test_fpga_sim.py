@@ -31,7 +31,7 @@ REST = [f"blk.{{}}.{role}.weight" for role in ("attn_output", "ffn_gate", "ffn_u
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys and values of two rows: half a tile each, in one stream one behind the other."""
+    """Keys and values of two rows: half a tile each, in one stream one after the other."""
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     return write_tiny_model(path, "bitnet-b1.58", "I2_S", n_heads=64, n_kv_heads=1, head_dim=2, n_ff=384)
 

@@ -9,7 +9,7 @@ from edgeinfer.types import Logits
 
 
 def logits_from(session: Session, tokens: Sequence[int], first: int) -> Logits:
-    """Logits (len(tokens) - first, n_vocab) behind the tokens from number `first` on; the session holds all afterwards.
+    """Logits (len(tokens) - first, n_vocab) after the tokens from number `first` on; the session holds all afterwards.
 
     Whatever it held before is dropped.
     """

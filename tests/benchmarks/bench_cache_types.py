@@ -4,7 +4,7 @@
 
 Perplexity over windows of 2048 tokens of this project's documentation, from position 128 on, with the divergence
 KL(f16 || type) of each row. Recall: 1960 tokens of documentation with 24 codes of three digits spread over it; how many
-are, asked for one by one behind it, the most probable continuation. Time: one token behind 1960, types in turns,
+are, asked for one by one after it, the most probable continuation. Time: one token after 1960, types in turns,
 medians.
 One JSON line on stdout at the end; with --note it says what else ran on the machine.
 """
@@ -122,7 +122,7 @@ def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, dict[str, floa
 
 
 def milliseconds(sessions: Sessions, rounds: int) -> dict[str, float]:
-    """Median of a token behind N_PAST others, types in turns."""
+    """Median of a token after N_PAST others, types in turns."""
     rng = np.random.default_rng(5)
     times: dict[CacheType, list[float]] = {kind: [] for kind in sessions}
     for session in sessions.values():

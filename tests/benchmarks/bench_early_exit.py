@@ -120,7 +120,7 @@ class Skipping(ReferenceModel):
 
 
 def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Sequence[int]]) -> list[float]:
-    """How often the most likely token of each set of layers is the answers', behind the answers so far."""
+    """How often the most likely token of each set of layers is the answers', after the answers so far."""
     backend = ReferenceBackend("int8")
     model = Skipping(
         spec, backend.plan(file, spec, LoadSettings(N_CTX)), backend.read_weights(file, spec.tensor_shapes())

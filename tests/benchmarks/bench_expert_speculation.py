@@ -61,7 +61,7 @@ PROMPTS = {
 
 
 def timed(session: NativeSession, stretches: Sequence[list[int]], rounds: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds by size, relative to one token, and the mean union; behind a context."""
+    """Median milliseconds by size, relative to one token, and the mean union; after a context."""
     times: dict[int, list[float]] = {n: [] for n in SIZES}
     unions: dict[int, list[float]] = {n: [] for n in SIZES}
     for _ in range(rounds):
@@ -97,7 +97,7 @@ def costs(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer(engine: Engine, question: str, n: int) -> tuple[list[int], float]:
-    """Tokens of a greedy answer, and seconds for each behind the first."""
+    """Tokens of a greedy answer, and seconds for each after the first."""
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     completion = engine.generate(prompt, max_tokens=n, temperature=0.0)
     return list(completion.tokens), 1.0 / completion.timings.decode_tokens_per_second

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_expert_tier.py MODEL.gguf [--device opencl:0] [--sizes 25%,50%,100%] [--force]
 
-Tokens behind a prompt of real text, one a pass: those that the CPU alone finds most probable, the same ones for every
+Tokens after a prompt of real text, one a pass: those that the CPU alone finds most probable, the same ones for every
 size. taken: the share of the experts of layers that the device computed. waited: the share of the time that the CPU
 waited for it. errors: the largest and the median difference of a row of logits, as shares of the largest logit. same:
 tokens that are the most probable ones in both. On a device that is a CPU, as with PoCL, both compute on the same cores:

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_joint_passes.py MODEL.gguf ... [--threads 2] [--rounds 30] [--context 256]
 
 Each text has its own session with `context` committed tokens. In turns: one text; 2, 4 and 8 texts in one joint pass
-(Model.forward); and as many tokens behind one text in one pass, which is the same work but for the attention. Medians
+(Model.forward); and as many tokens after one text in one pass, which is the same work but for the attention. Medians
 and minima of milliseconds, and their ratios to the pass of one text. One JSON line on stdout at the end; with --note it
 says what else ran on the machine.
 """

@@ -5,7 +5,7 @@
 With activations of 16 and of 8 bits: the mean Kullback-Leibler divergence (nats) of the next token from that of the
 same weights in float32 (the reference backend), over the first tokens of sample.txt, and how often the best token is
 the same; beside them the native engine. Then, in LiteRT-LM with packed weights on disk, milliseconds a token of a
-prompt of 100 words and of 64 tokens behind it, and the most memory that it took. One JSON line on stdout at the end.
+prompt of 100 words and of 64 tokens after it, and the most memory that it took. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations

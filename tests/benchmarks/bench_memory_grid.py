@@ -144,7 +144,7 @@ def model_of(cell: Cell, folder: Path, smollm2: Path | None) -> Path:
 
 
 def run_cell(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Load, use all of it, and say what was planned and taken. stages: (VmRSS, VmHWM) behind each part."""
+    """Load, use all of it, and say what was planned and taken. stages: (VmRSS, VmHWM) after each part."""
     import edgeinfer
 
     stages: dict[str, tuple[int, ...]] = {}

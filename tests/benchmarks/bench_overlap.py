@@ -66,7 +66,7 @@ def stretch(session: Session, one: float) -> CostModel:
 
 
 def answer(engine: Engine, n_tokens: int, speculator: Speculator | None) -> tuple[Any, float]:
-    """A greedy answer, and seconds of its tokens behind the first."""
+    """A greedy answer, and seconds of its tokens after the first."""
     engine.speculator = speculator
     completion = engine.generate(TIMELINE_PROMPT, max_tokens=n_tokens, params=edgeinfer.SamplingParams(temperature=0.0))
     return completion, completion.timings.decode_seconds

@@ -72,7 +72,7 @@ PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.
 
 @dataclass
 class Run:
-    """One answer: tokens behind the first and their seconds; forward passes, drafted and accepted tokens if known.
+    """One answer: tokens after the first and their seconds; forward passes, drafted and accepted tokens if known.
 
     text: a checksum of the tokens, of ours.
     """

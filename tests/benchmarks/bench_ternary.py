@@ -17,7 +17,7 @@ ik_llama.cpp (IQ2_BN, IQ2_BN_R4).
 --model times whole passes instead. A model of that shape, with random trits and an output matrix of 128256 tokens in
 Q6_K, is written to a folder (0.8 GB for each format; what is there is taken again) and run by both, ours in I2_S and
 llama.cpp in TQ2_0. It is of the architecture bitnet, which both know: with SiLU in place of ReLU squared. Milliseconds
-for 1 and for 512 tokens behind a context of 64.
+for 1 and for 512 tokens after a context of 64.
 """
 
 from __future__ import annotations

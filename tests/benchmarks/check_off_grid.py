@@ -59,7 +59,7 @@ def write_f16(source: Source, path: Path) -> None:
 
 
 def run(path: Path, n_tokens: int) -> tuple[list[str], NDArray[np.float32]]:
-    """(texts behind the prompts, logits of the first prompt's tokens)."""
+    """(texts after the prompts, logits of the first prompt's tokens)."""
     with load(path, n_ctx=1024) as engine:
         texts = [
             engine.generate(prompt, max_tokens=n_tokens, temperature=0.0, repeat_penalty=1.0).text for prompt in PROMPTS

@@ -26,7 +26,7 @@ Forward: TypeAlias = Callable[[np.ndarray], np.ndarray]  # (n,) tokens to the lo
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run. warm_up, passes: token ids, each pass behind those before it; chunks forget those before.
+    """What is to be run. warm_up, passes: token ids, each pass after those before it; chunks forget those before.
 
     variant: a name of VARIANTS.  limit: bytes of memory, None without one.  least, seconds: of timed passes; more than
     `least` are made only while they took less than so many seconds together.  slices: of steering.py, library: of it.

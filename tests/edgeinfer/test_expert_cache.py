@@ -194,7 +194,7 @@ class CountingControl:
         )
 
 
-def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_behind_it(tmp_path):
+def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_after_it(tmp_path):
     with edgeinfer.load(write_tiny_model(tmp_path / "tiny.gguf"), draft="none", backend="native") as engine:
         assert engine.generate("a", max_tokens=3).timings.decode_experts is None
         engine.experts = CountingControl()

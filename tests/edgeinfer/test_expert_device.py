@@ -70,7 +70,7 @@ def opened(path: Path, name: str | None, **options: Any) -> Iterator[Engine]:
 
 
 def greedy(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], np.ndarray]:
-    """Tokens behind the prompt, these or the most probable ones, and the logits that each was chosen from."""
+    """Tokens after the prompt, these or the most probable ones, and the logits that each was chosen from."""
     session, chosen, rows, found = engine.session, [], PROMPT, []
     for i in range(N_TOKENS):
         found.append(session.forward(rows).logits[0])

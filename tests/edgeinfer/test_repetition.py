@@ -276,7 +276,7 @@ def llama_vocabulary(llama_cpp, default_model):
 
 
 def applied(llama_cpp, sampler, logits, text=()):
-    """What llama.cpp's sampler makes of logits behind a text."""
+    """What llama.cpp's sampler makes of logits after a text."""
     for token in text:
         llama_cpp.llama_sampler_accept(sampler, token)
     entries = np.zeros(logits.size, dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])

@@ -47,7 +47,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def logits_of(path: Path, tokens: list[int], features: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """(n, n_logits), from the file alone and what its metadata says: token by token, each behind the cache it got."""
+    """(n, n_logits), from the file alone and what its metadata says: token by token, each after the cache it got."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=[choose_provider("CPU").full_name])

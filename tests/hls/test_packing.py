@@ -80,10 +80,10 @@ def test_what_is_damaged_is_refused() -> None:
         with pytest.raises(ShapeError, match=message):
             unpack(damaged, 5, 81, geometry)
     small = Geometry("base3", 1, 1)  # 85 beats of a byte, and 43 bytes to the end of the lanes
-    behind = pack(trits, small)
-    behind[100] = 1
+    after = pack(trits, small)
+    after[100] = 1
     with pytest.raises(ShapeError, match="past the last beat"):
-        unpack(behind, 5, 81, small)
+        unpack(after, 5, 81, small)
     with pytest.raises(ShapeError, match="not ternary"):
         pack(trits * 2, geometry)
 

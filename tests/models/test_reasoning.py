@@ -746,7 +746,7 @@ def test_an_answer_stopped_within_its_reasoning_leaves_the_conversation_as_it_wa
     assert said(chat.send("one")).text == "Yes." and prompt_of(script).count("<|start|>") == 2
 
 
-def test_an_answer_stopped_behind_its_reasoning_is_kept_with_it(scripted):
+def test_an_answer_stopped_after_its_reasoning_is_kept_with_it(scripted):
     engine, script = scripted("field")
     chat = engine.chat()
     script.emit("<think>hm</think>Yes, and so on")
@@ -771,7 +771,7 @@ def test_a_turn_reuses_what_is_the_same(scripted):
 def test_a_model_that_marks_nothing_says_what_its_tokens_say(open_model, monkeypatch, adds_space):
     """Random tokens, control tokens and halves of characters among them: the text is that of a raw completion."""
     engine, rng = open_model("plain"), random.Random(0)
-    monkeypatch.setattr(engine.tokenizer, "_adds_space", adds_space)  # which is taken off behind a begin token
+    monkeypatch.setattr(engine.tokenizer, "_adds_space", adds_space)  # which is taken off after a begin token
     often = [engine.tokenizer.bos_id, *engine.tokenizer.encode(" é", add_special=False, continues=True)]
     for n_tokens in [0, 1, 2, *[30] * 200]:
         tokens = [rng.choice([*often, rng.randrange(engine.tokenizer.n_vocab)]) for _ in range(n_tokens)]

@@ -1,7 +1,7 @@
 /* Makes reads of some files fail, for tests: preloaded into a process, it stands before pread and open.
  *
  * FAULTY_READS is a list of kind:first:every with commas between. Of the reads (pread) of files whose names contain
- * FAULTY_FILES, number `first` and each `every`-th one behind it (0: no other) has that kind of fault: eio, short (half of
+ * FAULTY_FILES, number `first` and each `every`-th one after it (0: no other) has that kind of fault: eio, short (half of
  * what was asked for), end (nothing, as at the end of a file), late (the same, but not twice in a row to a thread), slow
  * (20 ms). FAULTY_DIRECT=1: files are not opened past the page cache. */
 #define _GNU_SOURCE

@@ -107,7 +107,7 @@ class _Walk:
             self.number("scalar", owner, _SCALARS[kind])
 
     def tensor(self) -> int:
-        """Byte behind the tensor's data, counted from the start of the data."""
+        """Byte after the tensor's data, counted from the start of the data."""
         start = self.at
         name = self.string("")
         self.fields[-1] = Field("length", name, start, 8)
@@ -150,7 +150,7 @@ def with_number(data: bytes, field: Field, value: int) -> bytes:
 
 
 def with_header(data: bytes, layout: Layout, header: bytes) -> bytes:
-    """The tensors' bytes of a file behind another header."""
+    """The tensors' bytes of a file after another header."""
     return header + bytes(-len(header) % _ALIGNMENT) + data[layout.data_start :]
 
 

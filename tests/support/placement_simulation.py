@@ -74,7 +74,7 @@ def _one_of_each(wanted: Sequence[WantedExpert], on_gpu: frozenset[int]) -> Iter
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of the experts of all tokens behind the prompt.
+    """Seconds of the experts of all tokens after the prompt.
 
     transfers, swaps: experts that were moved to the GPU because a token wanted them, and while the link was idle.
     """

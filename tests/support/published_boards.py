@@ -14,7 +14,7 @@ from edgeinfer.hls.board.workload import BITNET_07B, BITNET_2B4T
 from edgeinfer.hls.geometry import Geometry
 
 _POSITIONS_A_PASS = 2  # of a prompt: bitnet-kv260 reads all weights twice for four positions
-_SHARE_OF_ATTENTION = 0.6  # of that behind a full text, assumed: a prompt's tokens see fewer positions
+_SHARE_OF_ATTENTION = 0.6  # of that after a full text, assumed: a prompt's tokens see fewer positions
 _LLAMA_BYTES, _LLAMA_RATE, _LLAMA_EFFICIENCY = 3.5e9, 19.2e9, 0.85  # as llama-fpga says of LLaMA2-7B in 4 bits
 
 

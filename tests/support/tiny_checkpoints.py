@@ -179,13 +179,13 @@ def phi3(config: dict[str, Any]) -> Shapes:
 
 
 def olmo2(config: dict[str, Any]) -> Shapes:
-    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
-    return model(config, lambda _: attention(config, whole_norms=True) | behind | network())
+    after = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, whole_norms=True) | after | network())
 
 
 def exaone4(config: dict[str, Any]) -> Shapes:
-    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
-    return model(config, lambda _: attention(config, norms=True) | behind | network())
+    after = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, norms=True) | after | network())
 
 
 def glm4(config: dict[str, Any]) -> Shapes:

@@ -152,7 +152,7 @@ def _fit_gate(
     ids: list[int],
     nexts: Floats,
 ) -> None:
-    """Make the gate give the features behind the given ones; see _pairs."""
+    """Make the gate give the features after the given ones; see _pairs."""
     b = silu(rms_norm(embeddings[ids], token_norm, 1e-5) @ matrices["gate.token"].T)
     matrices["gate.feature"] = np.linalg.lstsq(features, 2 * nexts - b, rcond=None)[0].T.astype(np.float32)
 
@@ -306,7 +306,7 @@ def _fit_eagle3(
     ids: list[int],
     codes: Callable[[Floats], tuple[Floats, Floats]],
 ) -> None:
-    """Make the head right on texts. codes: what fc makes of rows of theirs and of the rows behind them."""
+    """Make the head right on texts. codes: what fc makes of rows of theirs and of the rows after them."""
     d = len(matrices["fc"])
     matrices["fc"] *= _NOISE
     matrices["fc"][:, -d:] += np.eye(d, dtype=np.float32)

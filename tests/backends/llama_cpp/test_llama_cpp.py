@@ -228,7 +228,7 @@ def test_quantised_trees_and_branches_are_as_close_as_their_rounding(
 def test_many_branches_are_run_too(of_any_kind: Open, rng: np.random.Generator) -> None:
     session, prompt, nodes = of_any_kind(), some_tokens(20, rng), some_tokens(MAX_OUTPUTS + 6, rng)
     prefill(session, prompt, 20)
-    parents = np.full(len(nodes), -1, dtype=np.int32)  # a fan, and a second layer behind its first three
+    parents = np.full(len(nodes), -1, dtype=np.int32)  # a fan, and a second layer after its first three
     parents[-3:] = [0, 1, 2]
     of_fan = session.forward(nodes, parents, logits="all").logits
     for path in ([0, len(nodes) - 3], [2, len(nodes) - 1], [40]):

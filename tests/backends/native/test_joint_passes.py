@@ -147,7 +147,7 @@ def test_texts_of_several_sizes_and_kinds_of_cache_share_a_pass(tmp_path: Path, 
     assert same_bits(expected[2], expected[4]) and not same_bits(expected[1], expected[2])
 
 
-def test_rows_behind_pending_ones_may_join_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_rows_after_pending_ones_may_join_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
     model = load(write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K"))
     nodes = rng.integers(0, N_VOCAB, len(TREE)).astype(np.int32)
     expected = model.session().forward(nodes, TREE, logits="all").logits

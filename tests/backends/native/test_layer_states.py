@@ -87,7 +87,7 @@ def test_the_bits_depend_on_nothing_but_the_text(n_tokens: int, gemma: Opener, r
     assert differing == []
 
 
-def test_far_behind_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
+def test_far_after_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
     tokens = gemma.tokens(rng, 600)
     oracle = ReferenceBackend()
     reference = oracle.load(
@@ -158,12 +158,12 @@ def test_more_than_a_batch_is_refused_where_a_window_would_move(gemma: Opener, r
     session.commit([])
     assert same_bits(run_text(session, tokens[:384], logits="all").logits, whole)
     session.truncate(0)
-    with pytest.raises(ShapeError, match="at most n_batch = 32 tokens can be uncommitted behind 0: found 385; forward"):
+    with pytest.raises(ShapeError, match="at most n_batch = 32 tokens can be uncommitted after 0: found 385; forward"):
         session.forward(tokens[:385])
     run_text(session, tokens)
     session.forward(tokens[:32])
     for n_pending, n in ((0, 33), (32, 1)):
-        with pytest.raises(ShapeError, match="behind 400: found 33"):
+        with pytest.raises(ShapeError, match="after 400: found 33"):
             session.forward(tokens[:n], n_pending=n_pending)
 
 
@@ -173,7 +173,7 @@ def test_parked_texts_are_found_again_as_long_as_windows_hold_them(gemma: Opener
     for text in texts[:2]:
         run_text(session, text[session.reuse_prefix(text[:-1]) :])
     assert session.reuse_prefix(texts[0]) == 120 and session.reuse_prefix(texts[1]) == 110
-    # The third needs all segments, and its own beginning is behind its window then.
+    # The third needs all segments, and its own beginning is after its window then.
     assert session.reuse_prefix(texts[2]) == 60
     run_text(session, texts[2][60:])
     run_text(session, gemma.tokens(rng, 100))
@@ -197,10 +197,10 @@ def test_a_parked_text_leaves_memory_for_the_next(gemma: Opener, rng: np.random.
     assert session.reuse_prefix(second) == 0
     run_text(session, second)
     assert session.reuse_prefix(first[:790]) == 790
-    assert same_bits(session.forward(first[790:]).logits, logits_behind(gemma.whole(), first))
+    assert same_bits(session.forward(first[790:]).logits, logits_after(gemma.whole(), first))
 
 
-def logits_behind(session: NativeSession, tokens: np.ndarray) -> np.ndarray:
+def logits_after(session: NativeSession, tokens: np.ndarray) -> np.ndarray:
     return session.forward(tokens).logits
 
 
@@ -303,7 +303,7 @@ def test_the_slack_is_held_whatever_is_pending(gemma: Opener, rng: np.random.Gen
 
 
 def test_texts_with_windows_share_passes(gemma: Opener, rng: np.random.Generator) -> None:
-    """Texts of one model, each behind another number of segments that were used again."""
+    """Texts of one model, each after another number of segments that were used again."""
     model, whole = gemma().model, gemma.whole()
     texts = [gemma.tokens(rng, n) for n in (5, 130, 400, 900)]
     sessions = [model.session() for _ in texts]

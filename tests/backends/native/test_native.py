@@ -222,7 +222,7 @@ def test_a_tree_grown_from_pass_to_pass_has_the_bits_of_its_texts_alone(
         rows = [n, n + 1, n + 2]
     path_of_second = [*range(20, 40), *range(61, 120, 3)]
     session.commit(path_of_second)
-    behind = session.forward(prompt[:3], logits="all").logits
+    after = session.forward(prompt[:3], logits="all").logits
     for number, text in enumerate(texts):
         session.truncate(70)
         alone = decode_one_by_one(session, text)
@@ -230,7 +230,7 @@ def test_a_tree_grown_from_pass_to_pass_has_the_bits_of_its_texts_alone(
         if number != 1:
             assert same_bits(alone[19], logits[0][number // 2])
         else:
-            assert same_bits(session.forward(prompt[:3], logits="all").logits, behind)
+            assert same_bits(session.forward(prompt[:3], logits="all").logits, after)
     for n_pending in (4, -1):
         session.forward(prompt[:3])
         with pytest.raises(ShapeError, match=r"3 rows are pending, n_pending must be in 0\.\.3: found"):

@@ -215,7 +215,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no UTF-8": lambda header: json.dumps(header).encode() + b"\xff",
     "UTF-16": lambda header: json.dumps(header).encode("utf-16"),
     "5,000 digits": lambda header: b'{"layout": ' + b"9" * 5000 + b"}",
-    "more behind it": lambda header: json.dumps(header).encode() + b"{}",
+    "more after it": lambda header: json.dumps(header).encode() + b"{}",
     "other bits": replaced("ternary_bits", by="7"),
     "bits that are a list": replaced("ternary_bits", by=["2"]),
 }

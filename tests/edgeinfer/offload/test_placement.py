@@ -103,7 +103,7 @@ def test_the_gpu_keeps_the_experts_with_the_largest_scores() -> None:
 
 
 def recorded(n_rows: int) -> Routing:
-    """A text whose favourite experts drift, with checks of n_rows tokens behind the prompt."""
+    """A text whose favourite experts drift, with checks of n_rows tokens after the prompt."""
     rng = np.random.default_rng(7)
     n_tokens, liking = 24 + 24 * n_rows, 2.0 * rng.normal(size=(4, 16))
     chosen = np.empty((n_tokens, 4, 4), np.int32)

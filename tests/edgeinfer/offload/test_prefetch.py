@@ -35,7 +35,7 @@ class Disk:
             right = int(rng.binomial(missing, self.precision * n / N_USED)) if n else 0
             wrong = int(rng.binomial(n, (1 - self.precision) * self.useless)) if n else 0
             issued[layer], useful[layer] = right + wrong, right
-            ahead = max(0.0, (right + wrong) * self.read - self.compute)  # behind the layer before
+            ahead = max(0.0, (right + wrong) * self.read - self.compute)  # after the layer before
             wait = ahead + (missing - right) * self.read
             seconds, waited = seconds + self.compute + wait, waited + wait
             busy += (missing + wrong) * self.read

@@ -115,7 +115,7 @@ def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monk
     n_text = completion.usage.prompt_tokens + 60
     wrong = completion.timings.speculation.rejected
     assert sum(n for _, n in fed) <= n_text + wrong
-    assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
+    assert max(n for _, n in fed[1:]) <= 3, "after the prompt only what is new is read"
 
 
 def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, plain, model, monkeypatch):

@@ -293,7 +293,7 @@ def accepted_one_by_one(
 ) -> dict[int, int]:
     """As Replay for trees of 2, 8 and 20 nodes, each path computed anew."""
     weights = head.tensors()
-    nodes: list[tuple[float, list[int]]] = []  # path probability and the tokens behind the start's own
+    nodes: list[tuple[float, list[int]]] = []  # path probability and the tokens after the start's own
     beam = [(1.0, list[int]())]
     for _ in range(DEPTH):
         children = []

@@ -81,7 +81,7 @@ def test_every_layer_is_looked_at(tmp_path: Path) -> None:
         spec = read_spec(file)
         for role, changes, words in [
             ("mixer", {"window": 9}, "windows of attention in layers.1.mixer"),
-            ("mixer", {"post_norm": "blk.1.post_attention_norm.weight"}, "norms behind attention in layers.1.mixer"),
+            ("mixer", {"post_norm": "blk.1.post_attention_norm.weight"}, "norms after attention in layers.1.mixer"),
             ("mixer", {"n_in": 512}, "attention from rows of 512 numbers in layers.1.mixer"),
             ("ffn", {"activation": "relu2"}, "an activation other than SiLU in layers.1.ffn"),
             ("ffn", {"sub_norm": "blk.1.ffn_sub_norm.weight"}, "norms inside the network in layers.1.ffn"),
@@ -275,7 +275,7 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     for mine, theirs in zip(ours, native, strict=True):
         assert mine.dtype == theirs.dtype == np.float16
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02)
-    assert_allclose(output @ native[1][-1].astype(np.float32), logits[0], atol=0.03)  # behind the norm
+    assert_allclose(output @ native[1][-1].astype(np.float32), logits[0], atol=0.03)  # after the norm
     for first, rows, mine, theirs in zip(firsts, whole, *of_branches, strict=True):
         assert mine.tobytes() == rows[first:].tobytes() and mine.shape == theirs.shape == (4, 2 * spec.n_embd)
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(mine).max())

@@ -29,7 +29,7 @@ struct InputArrays {
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
-        q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
+        q32.resize(size), q256.resize(size + kPaddingInputs), q_token.resize(size + kPaddingInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
@@ -323,7 +323,7 @@ private:
     std::unique_ptr<TextState> state_;
 };
 
-// A chain, a tree and a chain behind what of each was kept, and a token alone.
+// A chain, a tree and a chain after what of each was kept, and a token alone.
 void passes(const Kernels& kernels, const std::string& name, RandomDecoder& random) {
     const int n = 13;
     std::vector<int32_t> tokens(n), chain(n), rows(n);

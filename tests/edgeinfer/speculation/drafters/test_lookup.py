@@ -49,8 +49,8 @@ def test_no_more_guesses_are_made_than_are_expected_to_save_time():
     guesses = NgramLookup()
     guesses.add(list(range(20)), 0)
     assert guesses.find([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
-    steep_behind_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
-    assert len(guesses.find([3, 4, 5], 8, steep_behind_two)) == 2
+    steep_after_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
+    assert len(guesses.find([3, 4, 5], 8, steep_after_two)) == 2
     assert len(guesses.find([3, 4, 5], 8, [1.0, 1.0])) == 1  # the longest pass whose cost is known
 
 
@@ -131,9 +131,9 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
         node = wanted.parents.index(node)
         chain.append(wanted.tokens[node])
 
-    def oracle(guesses, behind, most, milliseconds):
-        assert list(behind[: len(text)]) == text
-        first = len(behind) - len(text)
+    def oracle(guesses, after, most, milliseconds):
+        assert list(after[: len(text)]) == text
+        first = len(after) - len(text)
         right = chain[first : first + min(most, 6)]
         return [LookupToken(token + (n_wrong > 0 and i % n_wrong == n_wrong - 1), 0) for i, token in enumerate(right)]
 
