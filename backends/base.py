@@ -22,7 +22,7 @@ from edgeinfer.types import Device, ExpertSizes, Features, LogitsRows, MemoryPla
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
 """Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
-Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
+Taps: TypeAlias = bool | Sequence[int]  # layers whose output is requested, see Session.forward
 
 
 def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
@@ -66,7 +66,7 @@ class Session(Protocol):
 
         tokens: (n,) int32.  parents: (n,) int32, the index in this batch of the token that each follows, -1 for the
         last committed one, always smaller than the own index; None is a chain.  logits: "last", "all", or row indices.
-        hidden: layers whose output is wanted (negative counts from the end); True is what the output matrix reads, the
+        hidden: layers whose output is requested (negative counts from the end); True: what the output matrix reads, the
         last layer's output after the final norm.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
         """
@@ -233,7 +233,7 @@ class ExpertTier(Protocol):
     """
 
     def choose(self, layer: int, experts: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-        """Which of these experts are computed here; the CPU computes the others. rows: how many want each."""
+        """Which of these experts are computed here; the CPU computes the others. rows: how many need each."""
         ...
 
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
@@ -334,7 +334,7 @@ class HeadSession(Protocol):
         ...
 
     def combine(self, rows: ArrayLike) -> Features:
-        """Features (n, n_embd) of the target's hidden rows (n, n_rows) float32, those of all layers that the head wants
+        """Features (n, n_embd) of the target's hidden rows (n, n_rows) float32, those of all layers that the head needs
         side by side. They are the rows themselves, but for a head with a matrix that makes one of several.
 
         Raises ShapeError.

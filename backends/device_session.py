@@ -284,11 +284,11 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
                 batch = tree_batch(ids, links, self._n_past)
             if features is not None:
                 batch = replace(batch, features=features[first:last])
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            of_batch = np.empty((len(wanted), decoder.spec.n_logits), dtype=np.float32)
+            requested = np.flatnonzero((rows >= first) & (rows < last))
+            of_batch = np.empty((len(requested), decoder.spec.n_logits), dtype=np.float32)
             states = np.empty((len(taps), len(batch), decoder.spec.n_embd), dtype=np.float32)
-            decoder.forward(self._cache, batch, rows[wanted] - np.int32(first), of_batch, taps, states)
-            out[wanted] = of_batch
+            decoder.forward(self._cache, batch, rows[requested] - np.int32(first), of_batch, taps, states)
+            out[requested] = of_batch
             tapped[:, first:last] = states
         self._parents = links
         return Output(out, tapped if taps else None)

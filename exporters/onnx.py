@@ -243,9 +243,9 @@ def _compared(source: ModelFile, target: ModelFile | None, written: Path, n_ctx:
         return Checked(f"not run: {error}", {"checked": False}), None
 
 
-def _is_beside(graph: Graph, wanted: bool) -> bool:
+def _is_beside(graph: Graph, requested: bool) -> bool:
     """Whether the weights go into a file of their own."""
-    return wanted or graph.constant_bytes > MAX_WITHIN_BYTES
+    return requested or graph.constant_bytes > MAX_WITHIN_BYTES
 
 
 def _table_bytes(graph: Graph, source: ModelFile, target: ModelFile | None, style: Style) -> int:

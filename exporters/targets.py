@@ -26,8 +26,9 @@ class Entry:
     """Where a target is, and what it writes.
 
     module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
-    one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
-    are wanted: such a file is made where it is not.  target_folders: whether --target may be a folder of Hugging Face.
+    one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the
+    requested types: such a file is made where it is not.  target_folders: whether --target may be a folder of Hugging
+    Face.
     """
 
     module: str

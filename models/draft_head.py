@@ -193,7 +193,7 @@ def read_head(file: ModelFile) -> HeadSpec:
 def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     """Tells models apart by vocabulary and fine-tune: a SHA-256 in hex.
 
-    Of the tokens in UTF-8, joined by zero bytes, and after them, unless they alone are wanted, the bytes of
+    Of the tokens in UTF-8, joined by zero bytes, and after them, unless they alone are needed, the bytes of
     output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -208,23 +208,23 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
 
 def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
     """Raises UnsupportedModel unless the head at that path is one for this target, naming what both have."""
-    wanted = head.target
+    expected = head.target
     own = HeadTarget(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
-    if (own.n_vocab, own.n_embd) != (wanted.n_vocab, wanted.n_embd):
+    if (own.n_vocab, own.n_embd) != (expected.n_vocab, expected.n_embd):
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} ({wanted.n_vocab} tokens, rows of {wanted.n_embd}), but "
+            f"{path} is a draft head for {expected.name} ({expected.n_vocab} tokens, rows of {expected.n_embd}), but "
             f"{target.path} is {own.name} ({own.n_vocab} tokens, rows of {own.n_embd}): use the head of this model"
         )
     if not isinstance(head.taps, bool) and max(head.taps) >= spec.n_layers:
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} that goes on from layer {max(head.taps)}, but {target.path} is "
-            f"{own.name} (layers 0..{spec.n_layers - 1}): use the head of this model"
+            f"{path} is a draft head for {expected.name} that goes on from layer {max(head.taps)}, but {target.path} "
+            f"is {own.name} (layers 0..{spec.n_layers - 1}): use the head of this model"
         )
-    found = fingerprint(target, wanted.by_tokens)
-    if found != wanted.fingerprint:
+    found = fingerprint(target, expected.by_tokens)
+    if found != expected.fingerprint:
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} (fingerprint {wanted.fingerprint:.16}), but {target.path} is "
-            f"{own.name} (fingerprint {found:.16}): use the head of this model"
+            f"{path} is a draft head for {expected.name} (fingerprint {expected.fingerprint:.16}), but {target.path} "
+            f"is {own.name} (fingerprint {found:.16}): use the head of this model"
         )
 
 

@@ -30,7 +30,7 @@ _QUESTION, _DIALOGUE = ("user",), ("user", "assistant", "user")
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What a template wants of messages.
+    """What a template needs of messages.
 
     parts: roles whose content is a list of parts.  merges_system: it has no place for a system message.
     """
@@ -58,7 +58,7 @@ PLAIN = MessageForm()
 def form_of(render: Render) -> MessageForm | None:
     """The form in which a template takes messages; None where what the user says is in no prompt.
 
-    render: the template. One that refuses every form here wants other messages, and gets them as they are.
+    render: the template. One that refuses every form here needs other messages, and gets them as they are.
     """
     if (form := _form_of_user(render)) is None:
         return None

@@ -1,4 +1,4 @@
-"""Calls of tools, as models write them and as templates want them."""
+"""Calls of tools, as models write them and as templates need them."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def calls_for_template(calls: Sequence[Mapping[str, Any]], as_text: bool) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form. as_text: arguments as JSON, which some templates want in place of the object."""
+    """Calls in OpenAI's form. as_text: arguments as JSON, which some templates need in place of the object."""
     return [
         {
-            "id": f"call{number:05}",  # Mistral's templates want nine characters
+            "id": f"call{number:05}",  # Mistral's templates need nine characters
             "type": "function",
             "function": {
                 "name": call["name"],

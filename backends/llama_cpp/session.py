@@ -71,8 +71,8 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
 
     def __init__(self, loaded: Loaded, files: Sequence[FileWatch]) -> None:
         self.spec = loaded.sizes
-        self.n_ctx = loaded.wanted.settings.n_ctx
-        self.n_batch = loaded.wanted.settings.n_batch
+        self.n_ctx = loaded.request.settings.n_ctx
+        self.n_batch = loaded.request.settings.n_batch
         self._loaded = loaded
         self._files = files
         self._process = loaded.process
@@ -94,7 +94,7 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
             raise InvalidArgument("llama.cpp holds one text at a time: close the session that is open, or load again")
         if cache_type is not None:
             check_cache_type(cache_type)
-        planned = self._loaded.wanted.settings.cache_type
+        planned = self._loaded.request.settings.cache_type
         if cache_type not in (None, planned):
             raise InvalidArgument(f"the cache was planned with type {planned}: found {cache_type}; load again")
         session = LlamaCppSession(self, check_session_size(n_ctx, self.n_ctx))
@@ -142,19 +142,19 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
         Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
         which may be why.
         """
-        wanted, places = np.unique(rows, return_inverse=True)
+        requested, places = np.unique(rows, return_inverse=True)
         shared, n_vocab = self._process.shared, self.spec.n_vocab
         n_kept = MAX_OUTPUTS * n_vocab
-        shared.reserve(len(wanted) * n_vocab, n_kept)
+        shared.reserve(len(requested) * n_vocab, n_kept)
         try:
-            self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, wanted], then=has_run)
+            self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, requested], then=has_run)
         except Ended as end:
             try:
                 self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
             finally:
                 self._check_files()
         self._check_files()
-        logits: Logits = shared.array((len(wanted), n_vocab))[places]
+        logits: Logits = shared.array((len(requested), n_vocab))[places]
         shared.reserve(0, n_kept)
         return logits
 
@@ -165,16 +165,16 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
 
     def restart(self) -> None:
         """Load the model into another process. Raises BackendLost; ModelFileChanged where the file was written to."""
-        wanted = self._loaded.wanted
+        request = self._loaded.request
         self._check_files()
         try:
             for file in self._files:
                 file.check_name()  # by which the process opens it
             self._process = Process()  # where `interrupt` finds it
-            loaded = load(wanted, self._process)
+            loaded = load(request, self._process)
             if loaded.sizes != self.spec:
                 loaded.process.close()
-                raise UnsupportedModel(f"{wanted.name} has become another model; load it anew")
+                raise UnsupportedModel(f"{request.name} has become another model; load it anew")
         except (BackendUnavailable, BudgetExceeded, ModelFileError) as error:
             raise BackendLost(f"{self._lost}; it was started again, and failed: {error}") from error
         self._loaded, self._lost = loaded, None
@@ -188,7 +188,7 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
         self._lost = why
         self._process.close()
         if end.is_fault:
-            self._loaded = replace(self._loaded, wanted=replace(self._loaded.wanted, extra_buffers=False))
+            self._loaded = replace(self._loaded, request=replace(self._loaded.request, extra_buffers=False))
         raise BackendLost(why) from end
 
 

@@ -119,7 +119,7 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
     column = cutter.take<int32_t>(n_rows);
     place = cutter.take<int32_t>(n_rows);
     counts = cutter.take<int32_t>(n_experts);
-    wanted = cutter.take<int32_t>(n_experts);
+    needed = cutter.take<int32_t>(n_experts);
     for (int i = 0; i < n_threads; i++) {
         up.push_back(cutter.take<float>(std::min(n_rows, size_t{kTokensTogether}) * kMostTaskGroups * kRows));
         scores.push_back(cutter.take<float>(2 * ld_router));

@@ -168,8 +168,8 @@ AttentionBlock::Split AttentionBlock::split(const Pass& pass) const {
         s.n_blocks += s.blocks_of(text);
         s.is_short = s.is_short && text.slot(text.last()) <= kShort;
     }
-    const int n_whole = config_.n_kv_heads * s.n_blocks, wanted = (2 * pass.pool.size() + n_whole - 1) / n_whole;
-    s.parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
+    const int n_whole = config_.n_kv_heads * s.n_blocks, needed = (2 * pass.pool.size() + n_whole - 1) / n_whole;
+    s.parts = std::min(of_group, std::max(needed, (of_group + kTaskRows - 1) / kTaskRows));
     return s;
 }
 

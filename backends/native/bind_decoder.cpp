@@ -201,7 +201,7 @@ Array array_of(std::vector<T> values, std::initializer_list<size_t> shape) {
     return Array(held->data(), shape, owner);
 }
 
-// rows: whose logits (m, n_logits) are wanted.  x: (n, n_embd).
+// rows: whose logits (m, n_logits) are requested.  x: (n, n_embd).
 bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_layer, Features x, Ints rows,
                   FloatRows logits) {
     const DecoderConfig& config = decoder.config();
@@ -227,7 +227,7 @@ bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_lay
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
     {
-        ReleasedGil release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may need the lock before it ends
         last = decoder.routing();
     }
     auto* experts = new std::vector<int32_t>(std::move(last.experts));
@@ -245,7 +245,7 @@ using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, Ro
 Squares input_squares(Decoder& decoder) {
     std::optional<InputSquares::ByName> summed;
     {
-        ReleasedGil release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may need the lock before it ends
         summed = decoder.input_squares();
     }
     if (!summed) throw nb::value_error("input_squares: nothing is recorded");
@@ -362,7 +362,7 @@ void bind_decoder(nb::module_& m) {
              "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union, nb::call_guard<ReleasedGil>(),
-             "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
+             "Bytes of the experts that the last pass needed, each once, over bytes of those of one row; 0 without "
              "experts.")
         .def(
             "commit_experts",
@@ -370,7 +370,7 @@ void bind_decoder(nb::module_& m) {
                 decoder.commit_experts(state, path);
             },
             "state"_a, "path"_a,
-            "Before a text commits less than all of its pending rows: experts that only the others wanted in the last "
+            "Before a text commits less than all of its pending rows: experts that only the others needed in the last "
             "pass have the recency that they had before it.")
         .def("interrupt", &Decoder::interrupt, "Stop the pass that runs, and those that wait.")
         .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
@@ -378,7 +378,7 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
         .def_prop_ro("activation_bytes", &Decoder::activation_bytes)
         .def_prop_ro("predictor", &Decoder::predictor, nb::rv_policy::reference_internal,
-                     "Of the experts that layers will want, None for a model without any.");
+                     "Of the experts that layers will need, None for a model without any.");
     bind_tuning(decoder);
 }
 

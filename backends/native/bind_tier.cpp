@@ -22,15 +22,15 @@ public:
         raised_ = nullptr;
     }
 
-    int choose(int layer, std::span<int32_t> wanted, const int32_t* n_rows) override {
+    int choose(int layer, std::span<int32_t> needed, const int32_t* n_rows) override {
         taken.clear();
         std::vector<int> rows;
-        for (const int32_t expert : wanted) rows.push_back(n_rows[expert]);
-        const std::vector<int32_t> experts(wanted.begin(), wanted.end());
+        for (const int32_t expert : needed) rows.push_back(n_rows[expert]);
+        const std::vector<int32_t> experts(needed.begin(), needed.end());
         std::vector<int32_t> found;
         call([&] { found = nb::cast<std::vector<int32_t>>(tier_.attr("choose")(layer, experts, rows)); });
         const auto is_left = [&](int32_t e) { return std::find(found.begin(), found.end(), e) == found.end(); };
-        return static_cast<int>(std::stable_partition(wanted.begin(), wanted.end(), is_left) - wanted.begin());
+        return static_cast<int>(std::stable_partition(needed.begin(), needed.end(), is_left) - needed.begin());
     }
 
     void start(int layer, const int32_t* rows, const float* h, size_t ld) override {
@@ -110,6 +110,6 @@ private:
 void set_tier(Decoder& decoder, nb::object tier) {
     std::shared_ptr<ExpertTier> made;
     if (!tier.is_none()) made = std::make_shared<PythonTier>(std::move(tier), decoder.config().n_embd);
-    ReleasedGil release;  // a pass that runs may want the lock before it ends
+    ReleasedGil release;  // a pass that runs may need the lock before it ends
     decoder.set_tier(std::move(made));
 }

@@ -199,7 +199,7 @@ void Decoder::set_angles(const Pass& pass, int c) const {
     }
 }
 
-// Copies x to the texts that want it after this layer, and rms_norm(x) after the last one.
+// Copies x to the texts that requested the output of this layer, and rms_norm(x) after the last one.
 void Decoder::tap(const Pass& pass, int thread, int layer) const {
     const Activations& b = pass.b;
     const float* norm = layer == config_.n_layers() ? output_norm_ : nullptr;
@@ -276,9 +276,9 @@ double Decoder::expert_union() {
         const size_t n_used = static_cast<size_t>(block.n_used()),
                      n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
         const int32_t* chosen = block.chosen(*activations_, 0);
-        std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
-        for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;
-        all += experts.record_bytes * static_cast<size_t>(std::count(is_wanted.begin(), is_wanted.end(), true));
+        std::vector<bool> is_needed(static_cast<size_t>(experts.n_experts));
+        for (size_t i = 0; i < n_chosen; i++) is_needed[static_cast<size_t>(chosen[i])] = true;
+        all += experts.record_bytes * static_cast<size_t>(std::count(is_needed.begin(), is_needed.end(), true));
     });
     return of_row ? static_cast<double>(all) / static_cast<double>(of_row) : 0.0;
 }

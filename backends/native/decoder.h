@@ -49,7 +49,7 @@ public:
             std::shared_ptr<Weights> weights, std::shared_ptr<ExpertStore> store = nullptr);
 
     // Runs the rows of several texts, each text once, n_batch tokens at most. rows: (n_rows,) those that logits
-    // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
+    // (n_rows, n_logits) are requested, counted over the tokens of all texts. poll is called by the calling thread now
     // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
     // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
     // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable,
@@ -91,7 +91,7 @@ public:
     double expert_union();
     size_t expert_bytes_of_row() const;
     // A text commits this path of its pending rows, and drops the others: experts that only dropped rows of the last pass
-    // wanted have the recency that they had before it. Rows of texts that did not commit yet count as kept. Does nothing
+    // needed have the recency that they had before it. Rows of texts that did not commit yet count as kept. Does nothing
     // while a pass runs.
     void commit_experts(const TextState& state, std::span<const int32_t> path);
 

@@ -15,8 +15,8 @@ int groups_of_task(const Matrix& w, size_t group_bytes, int n_rows, int least_ta
     const size_t bytes = prefetch.task ? std::max(kStream, static_cast<size_t>(prefetch.task)) : kInCache;
     const int n_groups = w.n_groups(), together = std::min(prefetch.at_once, at_once);
     const int most = std::min({kMostTaskGroups, n_groups, std::max(1, n_groups / least_tasks)});
-    const int wanted = std::clamp(static_cast<int>(bytes / group_bytes), 1, most);
-    const int even = tasks_of(n_groups, tasks_of(n_groups, wanted));  // as large as each other
+    const int desired = std::clamp(static_cast<int>(bytes / group_bytes), 1, most);
+    const int even = tasks_of(n_groups, tasks_of(n_groups, desired));  // as large as each other
     return std::min(kMostTaskGroups, tasks_of(even, together) * together);
 }
 

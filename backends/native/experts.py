@@ -103,7 +103,7 @@ class ModelExperts:
 
     @property
     def n_used(self) -> int:
-        """Experts that a token wants of a layer at most."""
+        """Experts that a token needs of a layer at most."""
         return max((each.n_used for each in self.layers), default=0)
 
     @property
@@ -134,10 +134,10 @@ def experts_of(model: ModelFile, spec: ModelSpec, packing: Packing) -> ModelExpe
 
 
 def _check_room(model: ModelFile, index: int, block: Experts) -> None:
-    """Raises UnsupportedModel where a token wants more experts, or chooses from more groups, than there is room for."""
+    """Raises UnsupportedModel where a token needs more experts, or chooses from more groups, than there is room for."""
     if block.n_used > _core.MOST_EXPERTS_USED or block.n_groups > _core.MOST_EXPERT_GROUPS:
         raise UnsupportedModel(
-            f"{model.path}: a token wants {block.n_used} experts of layer {index}, in {block.n_groups} groups; the "
+            f"{model.path}: a token uses {block.n_used} experts of layer {index}, in {block.n_groups} groups; the "
             f"native engine takes {_core.MOST_EXPERTS_USED} experts and {_core.MOST_EXPERT_GROUPS} groups at most"
         )
 

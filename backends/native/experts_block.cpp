@@ -151,7 +151,7 @@ void ExpertsBlock::choose_for(const Pass& pass, int thread, int row) const {
     std::copy(weights, weights + n_used, b.weights + r * n_used);
 }
 
-// Puts the rows of the pass that want the same expert together, and cuts the work. One thread, when all rows have chosen.
+// Puts the rows of the pass that need the same expert together, and cuts the work. One thread, when all rows have chosen.
 void ExpertsBlock::group(const Pass& pass) const {
     const ExpertRows& b = pass.b.experts;
     b.n_routed->store(0, std::memory_order_relaxed);
@@ -159,20 +159,20 @@ void ExpertsBlock::group(const Pass& pass) const {
     const int n_chosen = pass.n * config_.n_used;
     std::fill(b.counts, b.counts + config_.n_experts, 0);
     for (int i = 0; i < n_chosen; i++) b.counts[chosen[i]]++;
-    int n_wanted = 0;
+    int n_needed = 0;
     for (int e = 0; e < config_.n_experts; e++) {
-        if (b.counts[e]) b.wanted[n_wanted++] = e;
+        if (b.counts[e]) b.needed[n_needed++] = e;
     }
-    const std::span<int32_t> wanted(b.wanted, static_cast<size_t>(n_wanted));
-    predictor_.check(index_, wanted);
-    const int n_own = pass.tier ? pass.tier->choose(index_, wanted, b.counts) : n_wanted;
+    const std::span<int32_t> needed(b.needed, static_cast<size_t>(n_needed));
+    predictor_.check(index_, needed);
+    const int n_own = pass.tier ? pass.tier->choose(index_, needed, b.counts) : n_needed;
     b.tasks->clear();
     const int n_shared = config_.n_ff_shared ? 1 : 0;
-    const int n_ready = store_.begin(index_, wanted.first(static_cast<size_t>(n_own))) + n_shared;
+    const int n_ready = store_.begin(index_, needed.first(static_cast<size_t>(n_own))) + n_shared;
     if (n_shared) b.tasks->add(ExpertWork::kShared, pass.n, 0, nullptr, shared_gate_, shared_up_, shared_down_);
     int first = 0;
-    for (int i = 0; i < n_wanted; i++) {
-        const int expert = b.wanted[i], n_rows = b.counts[expert];
+    for (int i = 0; i < n_needed; i++) {
+        const int expert = b.needed[i], n_rows = b.counts[expert];
         if (i < n_own) {
             add_work(pass, expert, n_rows, first);
         } else {
@@ -198,7 +198,7 @@ void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
-// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for. With many
+// What the next layer will need is predicted while nothing else can be done, or at once if nothing is waited for. With many
 // rows the disk would have nothing to do for long: at once too.
 void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertTasks& tasks = *pass.b.experts.tasks;
@@ -239,10 +239,10 @@ void ExpertsBlock::finish_tier(const Pass& pass) const {
     std::vector<ExpertTier::Taken>& taken = pass.tier->taken;
     if (taken.empty() || pass.tier->finish(b.out, pass.b.ld_embd)) return;
     if (pass.tier->has_raised()) return pass.stop();
-    for (size_t i = 0; i < taken.size(); i++) b.wanted[i] = taken[i].expert;
-    const std::span<int32_t> wanted(b.wanted, taken.size());
-    const int n_ready = store_.begin(index_, wanted);
-    for (const int32_t expert : wanted) {
+    for (size_t i = 0; i < taken.size(); i++) b.needed[i] = taken[i].expert;
+    const std::span<int32_t> needed(b.needed, taken.size());
+    const int n_ready = store_.begin(index_, needed);
+    for (const int32_t expert : needed) {
         const auto found = std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.expert == expert; });
         add_work(pass, expert, found->n_rows, found->first_row);
     }

@@ -58,7 +58,7 @@ def load_head(
 ) -> NativeHeadModel:
     """A head of a target. The files of both may be closed afterwards.
 
-    It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
+    It takes what it lacks from the target: embeddings, the output matrix, and threads where it needs as many.
     spec: see read_head_beside. Raises UnsupportedModel.
     """
     _check(head, spec)

@@ -86,7 +86,7 @@ enum class Format : int {
     I2_S_BASE_THREE = 1036
 };
 
-// What a matrix wants its inputs as.
+// The form in which a matrix reads its inputs.
 enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group

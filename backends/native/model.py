@@ -67,7 +67,7 @@ def assemble(
 
 
 def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
-    """The thread pool of another model that never runs at the same time, if it has the wanted number of threads.
+    """The thread pool of another model that never runs at the same time, if it has the requested number of threads.
 
     With pools of their own, the waiting threads of one would occupy the cores that the other's threads need.
     """
@@ -240,11 +240,11 @@ class NativeModel(NativeDecoder, Model):
 
     @property
     def expert_bytes_of_token(self) -> int:
-        """Bytes of the experts that one row wants in all layers."""
+        """Bytes of the experts that one row needs in all layers."""
         return self.decoder().expert_bytes_of_row
 
     def expert_union(self) -> float:
-        """Bytes of the experts that the last pass wanted, each once, over those of one row; 0 without experts."""
+        """Bytes of the experts that the last pass needed, each once, over those of one row; 0 without experts."""
         return self.decoder().expert_union()
 
     @property

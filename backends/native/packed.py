@@ -153,7 +153,7 @@ def map_packed(
 ) -> Packed:
     """The packed weights of a file, mapped read-only; pages are shared between processes.
 
-    n_bytes, n_expert_bytes, ternary_bits: as wanted.  verify: all bytes of the model and of the weights are read and
+    n_bytes, n_expert_bytes, ternary_bits: as requested.  verify: all bytes of the model and of the weights are read and
     compared. Raises BadPack with the reason and the command that mends it.
     """
     with _opened(path) as file:
@@ -162,15 +162,15 @@ def map_packed(
         _check_sources(path, header.sources, model)
         if header.ternary_bits != ternary_bits:
             raise BadPack(
-                f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; "
+                f"{path}: expected ternary weights of {ternary_bits} bits, found {header.ternary_bits}; "
                 f"{_remedy(path)} --ternary-bits {ternary_bits}"
             )
         found = opened.size - start
-        wanted = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
-        if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != wanted:
-            raise BadPack(f"{path}: {wanted} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
+        expected = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
+        if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != expected:
+            raise BadPack(f"{path}: expected {expected} bytes of weights, found {max(0, found)}; {_remedy(path)}")
     mapped = opened.bytes(on_huge_pages=True)
-    records_at = start + wanted - n_expert_bytes
+    records_at = start + expected - n_expert_bytes
     weights, records = mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes]
     packed = Packed(opened, weights, records, start, records_at)
     if verify:

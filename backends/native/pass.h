@@ -124,7 +124,7 @@ public:
     const Activations& b;
     std::vector<Text> texts;
     int n = 0;
-    const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
+    const int32_t* rows = nullptr;  // whose logits are requested, counted over all texts
     int n_rows = 0;
     float* logits = nullptr;
     InputSquares* squares = nullptr;  // null where they are not recorded
@@ -146,7 +146,7 @@ private:
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
 
-// Makes input c in the kinds that the readers want.
+// Makes input c in the kinds that the readers need.
 void prepare_inputs(const Kernels& kernels, const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers);
 
 // y[c][row] += bias[row] for the rows of groups first..last-1; bias: null for none.

@@ -27,14 +27,14 @@ bool PassRows::commit(const TextState& state, std::span<const int32_t> path) {
 
 std::vector<int32_t> PassRows::only_rejected(const int32_t* chosen, int n_used, int n_experts) const {
     constexpr uint8_t kRejected = 1, kKept = 2;
-    std::vector<uint8_t> wanted_by(static_cast<size_t>(n_experts), 0);
+    std::vector<uint8_t> needed_by(static_cast<size_t>(n_experts), 0);
     for (int row = 0; row < n_rows(); row++) {
         const uint8_t kind = is_rejected(row) ? kRejected : kKept;
-        for (int i = 0; i < n_used; i++) wanted_by[static_cast<size_t>(chosen[row * n_used + i])] |= kind;
+        for (int i = 0; i < n_used; i++) needed_by[static_cast<size_t>(chosen[row * n_used + i])] |= kind;
     }
     std::vector<int32_t> experts;
     for (int e = 0; e < n_experts; e++) {
-        if (wanted_by[static_cast<size_t>(e)] == kRejected) experts.push_back(e);
+        if (needed_by[static_cast<size_t>(e)] == kRejected) experts.push_back(e);
     }
     return experts;
 }

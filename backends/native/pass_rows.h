@@ -1,4 +1,4 @@
-// Whose rows the last pass had, and which of them were rejected: to know which experts only rejected drafts wanted.
+// Whose rows the last pass had, and which of them were rejected: to know which experts only rejected drafts needed.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ public:
     // a pass do this one after the other.
     bool commit(const TextState& state, std::span<const int32_t> path);
 
-    // Gives the experts of a layer that only rejected rows wanted. chosen: (n_rows, n_used).
+    // Gives the experts of a layer that only rejected rows needed. chosen: (n_rows, n_used).
     std::vector<int32_t> only_rejected(const int32_t* chosen, int n_used, int n_experts) const;
 
 private:

@@ -31,7 +31,7 @@ class TextRows:
     """The rows of one text, checked.
 
     links: (n_pending + n,) parents of the pending rows and of these n.  is_chain: whether they all follow one another.
-    wanted: (m,) the rows that logits are wanted of.  taps: see check_taps.
+    requested: (m,) the rows whose logits are requested.  taps: see check_taps.
     """
 
     state: _core.TextState
@@ -39,7 +39,7 @@ class TextRows:
     links: NDArray[np.int32]
     is_chain: bool
     n_pending: int
-    wanted: NDArray[np.int32]
+    requested: NDArray[np.int32]
     taps: Sequence[int]
     features: Features | None
 
@@ -73,11 +73,11 @@ def cut(sizes: Sequence[tuple[int, bool]], n_batch: int) -> Iterator[list[Piece]
     yield pieces
 
 
-def distinct(wanted: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp] | None]:
-    """(rows in ascending order, each once; where in them each of the wanted ones is), None if these are the same."""
-    if len(wanted) < 2 or (np.diff(wanted) > 0).all():
-        return wanted, None
-    rows, places = np.unique(wanted, return_inverse=True)
+def distinct(requested: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.intp] | None]:
+    """(rows in ascending order, each once; where in them each of the requested ones is), None if these are the same."""
+    if len(requested) < 2 or (np.diff(requested) > 0).all():
+        return requested, None
+    rows, places = np.unique(requested, return_inverse=True)
     return rows, places
 
 
@@ -88,8 +88,8 @@ class JointPass:
         self._decoder = decoder
         self._interrupts = decoder.interrupts
         self._batch = batch
-        self._wanted, self._places = zip(*(distinct(rows.wanted) for rows in batch), strict=True)
-        counts = [len(wanted) for wanted in self._wanted]
+        self._requested, self._places = zip(*(distinct(rows.requested) for rows in batch), strict=True)
+        counts = [len(requested) for requested in self._requested]
         self._logits: Logits = np.empty((sum(counts), n_logits), dtype=np.float32)
         self._of_text = np.split(self._logits, np.cumsum(counts)[:-1])  # views
         self._layers = [np.array(rows.taps, dtype=np.int32) for rows in batch]
@@ -101,22 +101,22 @@ class JointPass:
         """One pass after the other; gives True. Raises Interrupted."""
         passes = list(cut([(len(rows.tokens), rows.is_chain) for rows in self._batch], n_batch))
         for pieces in passes:
-            arguments, wanted, offset = [], [], 0
+            arguments, requested, offset = [], [], 0
             for piece in pieces:
                 rows = self._batch[piece.text]
                 arguments.append(self._arguments(rows, piece))
-                of_text = self._wanted[piece.text]
+                of_text = self._requested[piece.text]
                 of_piece = np.flatnonzero((of_text >= piece.first) & (of_text < piece.last))
-                wanted.append((piece.text, of_piece, of_text[of_piece] + np.int32(offset - piece.first)))
+                requested.append((piece.text, of_piece, of_text[of_piece] + np.int32(offset - piece.first)))
                 offset += piece.last - piece.first
-            rows_of_pass = np.concatenate([each[2] for each in wanted])
+            rows_of_pass = np.concatenate([each[2] for each in requested])
             out = self._logits
             if len(passes) > 1:
                 out = np.empty((len(rows_of_pass), self._logits.shape[1]), dtype=np.float32)
             if not self._decoder.forward(arguments, rows_of_pass, out, self._interrupts):
                 raise interrupted()
             if out is not self._logits:
-                self._put(out, [each[:2] for each in wanted])
+                self._put(out, [each[:2] for each in requested])
         return True
 
     def outputs(self) -> list[Output]:
@@ -127,7 +127,7 @@ class JointPass:
         ]
 
     def _arguments(self, rows: TextRows, piece: Piece) -> _Arguments:
-        """What Decoder.forward wants to know of a text."""
+        """What Decoder.forward needs to know of a text."""
         part = slice(piece.first, piece.last)
         return (
             rows.state,
@@ -140,10 +140,10 @@ class JointPass:
             None if rows.features is None else rows.features[part],
         )
 
-    def _put(self, logits: Logits, wanted: Sequence[tuple[int, NDArray[np.intp]]]) -> None:
+    def _put(self, logits: Logits, requested: Sequence[tuple[int, NDArray[np.intp]]]) -> None:
         """Put the logits of a pass where those of their texts belong."""
         first = 0
-        for text, rows in wanted:
+        for text, rows in requested:
             self._of_text[text][rows] = logits[first : first + len(rows)]
             first += len(rows)
 

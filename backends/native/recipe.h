@@ -79,7 +79,7 @@ struct LayerConfig {
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
 
-// The longest inputs of matrix products by what the matrices want them as, see InputKind; 0 where none does.
+// The longest inputs of matrix products, by the form in which they are read (InputKind); 0 where none is.
 struct InputSizes {
     int by32 = 0, by256 = 0, by_token = 0;
 

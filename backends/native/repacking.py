@@ -38,7 +38,7 @@ _COPIED_BYTES = 1 << 20
 class Trace:
     """A text that went through a model.
 
-    rows: (m,) those whose logits are wanted.  residuals: (n_layers, n, n_embd), the residual stream after each layer.
+    rows: (m,) whose logits are requested.  residuals: (n_layers, n, n_embd), the residual stream after each layer.
     logits: (m, n_logits).
     """
 
@@ -92,11 +92,11 @@ class RepackableModel:
 
     def trace(self, tokens: Sequence[int], rows: Sequence[int]) -> Trace:
         """A pass through all layers. Raises Interrupted."""
-        ids, wanted = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
+        ids, requested = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
         n_layers = self.spec.n_layers
         residuals = np.empty((n_layers, len(ids), self.spec.n_embd), dtype=np.float32)
-        logits = self._run(ids, wanted, np.arange(n_layers, dtype=np.int32), residuals)
-        return Trace(ids, wanted, residuals, logits)
+        logits = self._run(ids, requested, np.arange(n_layers, dtype=np.int32), residuals)
+        return Trace(ids, requested, residuals, logits)
 
     def logits(self, trace: Trace, first_layer: int) -> Logits:
         """The logits of a traced text, as they are now that nothing before a layer has changed.
@@ -150,18 +150,18 @@ class RepackableModel:
         self._weights.set_embedding(int(info.type), n_vocab, n_embd, held)
         return held
 
-    def _read(self, ids: TokenIds, wanted: NDArray[np.int32]) -> Logits:
+    def _read(self, ids: TokenIds, requested: NDArray[np.int32]) -> Logits:
         nothing = np.empty((0, len(ids), self.spec.n_embd), dtype=np.float32)
-        return self._run(ids, wanted, np.empty(0, dtype=np.int32), nothing)
+        return self._run(ids, requested, np.empty(0, dtype=np.int32), nothing)
 
     def _run(
-        self, ids: TokenIds, wanted: NDArray[np.int32], layers: NDArray[np.int32], taps: NDArray[np.float32]
+        self, ids: TokenIds, requested: NDArray[np.int32], layers: NDArray[np.int32], taps: NDArray[np.float32]
     ) -> Logits:
-        logits = np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
+        logits = np.empty((len(requested), self.spec.n_logits), dtype=np.float32)
         self._state.truncate(0)
         chain = np.arange(-1, len(ids) - 1, dtype=np.int32)
         texts = [(self._state, ids, chain, 0, layers, taps, 0, None)]
-        if not self._decoder.forward(texts, wanted, logits, self._decoder.interrupts):
+        if not self._decoder.forward(texts, requested, logits, self._decoder.interrupts):
             raise interrupted()
         return logits
 

@@ -76,7 +76,7 @@ class NativeText(OfOneProcess):
         if not 0 <= n_past <= state.n_past:
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
-        if n_past == 0 and not self._keeps_rows:  # others than these may not want so many
+        if n_past == 0 and not self._keeps_rows:  # others than these may not need so many
             self._rows = None
         n_reached = state.truncate(n_past)
         del self._text[n_reached:]
@@ -106,7 +106,7 @@ class NativeText(OfOneProcess):
         state, n_vocab = self._open(), self._decoder.decoder_spec.n_vocab
         n_pending = check_pending(rows.n_pending, len(self._parents))
         ids = check_tokens(rows.tokens, n_vocab, state.n_past + n_pending, self.n_ctx)
-        wanted = check_rows(rows.logits, len(ids))
+        requested = check_rows(rows.logits, len(ids))
         pending = np.array(self._parents[:n_pending], dtype=np.int32)
         links, is_chain = check_links(pending, rows.parents, len(ids), self.n_batch)
         if not state.has_room(state.n_past + len(links)):
@@ -115,7 +115,7 @@ class NativeText(OfOneProcess):
                 f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_text does)"
             )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
-        return TextRows(state, ids, links, is_chain, n_pending, wanted, taps, given)
+        return TextRows(state, ids, links, is_chain, n_pending, requested, taps, given)
 
     def drop_pending(self) -> None:
         """Drop all pending rows: a pass begins that may fail."""
@@ -234,21 +234,21 @@ class NativeSession(NativeText, Session):
         They share what they have in common, and take nothing beyond the planned cache.
         """
         state = self._open()
-        wanted = np.asarray(tokens).tolist()
+        ids = np.asarray(tokens).tolist()
         self._parents = []
         del self._text[state.n_past :]
         self._parked = {number: self._parked[number] for number in state.parked() if number in self._parked}
-        n_common = common_length(self._text, wanted)
+        n_common = common_length(self._text, ids)
         if len(self._text) - n_common >= WORTH_KEEPING:
             self._park()
         lengths = {
-            number: state.reach_parked(number, common_length(text, wanted)) for number, text in self._parked.items()
+            number: state.reach_parked(number, common_length(text, ids)) for number, text in self._parked.items()
         }
         best = max(lengths, key=lengths.__getitem__, default=-1)
         if lengths.get(best, 0) <= state.reach(n_common):
             return self.truncate(n_common)
         state.truncate(0)
-        self._text = wanted[: lengths[best]]
+        self._text = ids[: lengths[best]]
         return state.resume(best, lengths[best])
 
     def _park(self) -> None:

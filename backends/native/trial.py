@@ -22,7 +22,7 @@ from edgeinfer.backends.native.config import add_inputs, decoder_config
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, wanted_by_user
+from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, user_choice
 from edgeinfer.backends.native.weights import (
     Packing,
     Part,
@@ -86,7 +86,7 @@ def time_passes(
     busy = Busy(device.n_threads)
     layer_bytes, output_bytes = weight_bytes(model, spec, bits)
     with _Made(trial, parts, PROMPT, device, cache_type) as session:
-        if layer_bytes + output_bytes >= LEAST_BYTES and wanted_by_user() != "off":
+        if layer_bytes + output_bytes >= LEAST_BYTES and user_choice() != "off":
             _choose_reading(session, choices, is_mostly_ternary(parts))
         layers, output = _times(session, busy)
     row_position, row_position_long = _attention(spec, device, cache_type, busy)

@@ -5,7 +5,7 @@ Inputs, for n tokens after those that are in the cache, with t positions that th
     input_ids (1, n) int64, position_ids (1, n) int64
     attention_bias (1, 1, n, t) float32: 0 where a token sees a position, HIDDEN where not; attention_bias.W in layers
     with a window of W positions
-    logit_rows (m,) int64: of the n tokens, those whose logits are wanted
+    logit_rows (m,) int64: of the n tokens, those whose logits are requested
     features (1, n, n_embd) float32: of a head
     cache_slots (n,) int64: of a plain graph, where in the cache the tokens go; else they go after the others, and
     t is the number of positions with them

@@ -18,7 +18,7 @@ from edgeinfer.errors import ModelFileError
 from edgeinfer.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
-_WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
+_WITHIN_BYTES = 1024  # ONNX Runtime needs shapes and the like in the graph itself
 _CHECKED_TOKENS = 4
 
 

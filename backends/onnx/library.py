@@ -126,14 +126,14 @@ def choose_provider(name: str | None = None) -> ProviderInfo:
     Without either the first of `list_providers`. Raises BackendUnavailable, InvalidArgument for one that is not there.
     """
     found = list_providers()
-    wanted = name or os.environ.get(_VARIABLE)
-    if not wanted:
+    requested = name or os.environ.get(_VARIABLE)
+    if not requested:
         return found[0]
     for info in found:
-        if info.name.lower() == wanted.lower().removesuffix(_ENDING.lower()):
+        if info.name.lower() == requested.lower().removesuffix(_ENDING.lower()):
             return info
     names = ", ".join(info.name for info in found)
-    raise InvalidArgument(f"this onnxruntime has no execution provider {wanted!r:.80}; it has {names}")
+    raise InvalidArgument(f"this onnxruntime has no execution provider {requested!r:.80}; it has {names}")
 
 
 @contextmanager

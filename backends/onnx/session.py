@@ -82,7 +82,7 @@ def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, settings: LoadSettings
 class Cache:
     """Keys and values of one text, and where its passes find them.
 
-    n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are wanted.
+    n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are requested.
     """
 
     def __init__(self, provider: ProviderInfo, spec: ModelSpec, n_ctx: int) -> None:

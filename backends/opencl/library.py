@@ -73,7 +73,7 @@ def open_library() -> Any:
 
 
 def _do_without_caches() -> None:
-    """Where the user has no folder for caches: pyopencl fails for want of one, and PoCL has no device."""
+    """Where the user has no folder for caches: pyopencl fails without one, and PoCL has no device."""
     folder = cache_folder()
     with suppress(OSError):
         if folder is not None:
@@ -99,7 +99,7 @@ def choose_device(index: int | None = None) -> DeviceInfo:
     """
     found = list_devices()
     if index is None:
-        index = _wanted_index()
+        index = _requested_index()
     if index is None:
         return min(found, key=lambda info: _PREFERENCE.index(info.kind))
     if not 0 <= index < len(found):
@@ -142,13 +142,15 @@ def _explanation(cl: Any, error: Any) -> str:
     return f"{text}; the device is lost or its driver broken: use another device, or the CPU"
 
 
-def _wanted_index() -> int | None:
-    wanted = os.environ.get(_VARIABLE)
-    if not wanted:
+def _requested_index() -> int | None:
+    requested = os.environ.get(_VARIABLE)
+    if not requested:
         return None
-    if not wanted.isdigit():
-        raise InvalidArgument(f"{_VARIABLE} must be the number of a device, see `edgeinfer devices`: found {wanted!r}")
-    return int(wanted)
+    if not requested.isdigit():
+        raise InvalidArgument(
+            f"{_VARIABLE} must be the number of a device, see `edgeinfer devices`: found {requested!r}"
+        )
+    return int(requested)
 
 
 def _handles() -> list[Any]:

@@ -122,9 +122,9 @@ def _check_possible(options: Options, n_bytes: float, seconds: float) -> None:
     possible = np.isfinite(options.losses)
     least = [float(np.where(possible, each, np.inf).min(axis=1).sum()) for each in (options.n_bytes, options.seconds)]
     if least[0] > n_bytes:
-        raise BudgetExceeded(f"the smallest formats take {least[0]:.0f} bytes: {n_bytes:.0f} are wanted")
+        raise BudgetExceeded(f"the smallest formats take {least[0]:.0f} bytes: the limit is {n_bytes:.0f}")
     if least[1] > seconds:
-        raise BudgetExceeded(f"the fastest formats take {1e3 * least[1]:.3f} ms: {1e3 * seconds:.3f} are wanted")
+        raise BudgetExceeded(f"the fastest formats take {1e3 * least[1]:.3f} ms: the limit is {1e3 * seconds:.3f}")
 
 
 def _costs(options: Options, per_byte: float, per_second: float) -> Numbers:
@@ -341,7 +341,7 @@ def _rated(options: Options, rate: Rate, allocation: Allocation) -> _Rated:
 
 def _too_small(options: Options, n_bytes: float) -> BudgetExceeded:
     least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
-    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
+    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: the limit is {n_bytes:.0f}")
 
 
 def _worths(options: Options) -> Numbers:

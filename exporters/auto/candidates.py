@@ -32,7 +32,7 @@ class Subject:
     """A tensor whose format is chosen.
 
     formats: from the smallest on.  shape: (n_out, n_in) of each matrix in it.  n_matrices: more than one for experts.
-    n_used: of these a token wants so many; 0 for embeddings that no product reads.  layer: the first one that reads
+    n_used: of these a token uses so many; 0 for embeddings that no product reads.  layer: the first one that reads
     it; for the output matrix the number of layers.
     """
 

@@ -151,13 +151,13 @@ class TrialModel:
 
     def round(self, name: str, type: GGMLType | None, gain: float = 1.0) -> None:
         """Round a tensor to a format from now on, None to have it as it was.  gain: of its errors."""
-        wanted = None if type is None else Rounding(type, gain)
-        if self._rounded.get(name) == wanted:
+        requested = None if type is None else Rounding(type, gain)
+        if self._rounded.get(name) == requested:
             return
-        if wanted is None:
+        if requested is None:
             del self._rounded[name]
         else:
-            self._rounded[name] = wanted
+            self._rounded[name] = requested
         self._model.repack(name)
 
     def traces(self, windows: Sequence[Window]) -> list[Trace]:

@@ -173,9 +173,9 @@ class Config:
             self.fail(key, f"a list of {'' if n is None else f'{n} '}{of}")
         return value
 
-    def fail(self, key: str, wanted: str) -> NoReturn:
+    def fail(self, key: str, expected: str) -> NoReturn:
         """Raises ModelFileError: what the key must be, and what it is."""
-        raise ModelFileError(f"{self.path}: {self.prefix}{key} must be {wanted}: {self._found(key)}")
+        raise ModelFileError(f"{self.path}: {self.prefix}{key} must be {expected}: {self._found(key)}")
 
     def refuse(self, key: str, reason: str) -> NoReturn:
         """Raises UnsupportedModel for a value that is sound, but that nothing here can do."""

@@ -74,5 +74,5 @@ def _read_ends(values: Mapping[str, Any], found: Generation) -> None:
             found.ends.append(each)
 
 
-def _left_out(key: str, value: object, wanted: str) -> str:
-    return f"{NAME}: {key} must be {wanted}: found {shown(value)}, which is left out"
+def _left_out(key: str, value: object, expected: str) -> str:
+    return f"{NAME}: {key} must be {expected}: found {shown(value)}, which is left out"

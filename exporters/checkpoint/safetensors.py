@@ -2,7 +2,7 @@
 
 u64 length of a header in JSON, {name: {dtype, shape, data_offsets}}, the bytes of the tensors. Each number of the
 header is checked against the file before it is used: the tensors must cover the bytes after the header without overlap
-and without a gap, as the format wants it.
+and without a gap, as the format requires.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class _Header:
         for tensor in tensors:
             if tensor.offset != end:
                 problem = "overlaps another tensor" if tensor.offset < end else "leaves a gap before it"
-                self._refuse(f"tensor {tensor.name:.80} begins at byte {tensor.offset}, wanted was {end}: it {problem}")
+                self._refuse(f"tensor {tensor.name:.80} begins at byte {tensor.offset}, expected {end}: it {problem}")
             end += tensor.n_bytes
         if end != self._file.size:
             self._refuse(f"has {self._file.size - end} bytes after the last tensor, which belong to none")

@@ -131,8 +131,8 @@ class _Run:
         for name in self._inputs:
             if name.startswith("attention_bias"):
                 given[name] = self._bias(name, own, seen)
-        wanted = {name: value for name, value in (given | self._caches).items() if name in self._inputs}
-        out = dict(zip(self._names, self._session.run(None, wanted), strict=True))
+        feeds = {name: value for name, value in (given | self._caches).items() if name in self._inputs}
+        out = dict(zip(self._names, self._session.run(None, feeds), strict=True))
         self._caches = {name: out[name.replace("past_", "present_", 1)] for name in self._caches}
         self._n = last
         row: Floats = out["logits"][0]

@@ -145,8 +145,8 @@ def mxfp4(checkpoint: Checkpoint, blocks: str, scales: str) -> SourceTensor:
     Raises ModelFileError.
     """
     shape = checkpoint.shape(scales)
-    for name, wanted in ((blocks, (*shape, 16)), (scales, shape)):
-        checkpoint.check_shape(name, wanted)
+    for name, expected in ((blocks, (*shape, 16)), (scales, shape)):
+        checkpoint.check_shape(name, expected)
         if checkpoint.dtype(name) != "U8":
             checkpoint.refuse(name, f"must be U8: found {checkpoint.dtype(name)}")
     n_blocks = shape[-1]

@@ -135,7 +135,7 @@ def _output(model: Model) -> list[SourceTensor]:
             model.checkpoint.refuse(OUTPUT, "is missing, and config.json says tie_word_embeddings false")
         if kind != "required":
             return []
-        model.note("the output matrix is a copy of the embeddings, as GGUF wants one in this architecture")
+        model.note("the output matrix is a copy of the embeddings, as GGUF needs one in this architecture")
         return [named(model, EMBEDDINGS, name)]
     if (not tied and kind != "tied") or EMBEDDINGS not in model:
         return [named(model, OUTPUT, name)]

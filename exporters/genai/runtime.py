@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.errors import BackendUnavailable
 from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
-WANTED = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it
+MIN_RUNTIME = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it
 
 
 def check_installed() -> None:

@@ -230,9 +230,9 @@ class _Choice:
         if category == "output" or (category == "token_embd" and self.model.is_tied):
             return self._output(tensor.n_in)
         rule = _RULES.get(category)
-        wanted = rule(self, tensor) if rule is not None else None
+        chosen = rule(self, tensor) if rule is not None else None
         self.seen[category] += 1
-        return self.kind.type if wanted is None else GGMLType[wanted]
+        return self.kind.type if chosen is None else GGMLType[chosen]
 
     def _output(self, n_in: int) -> GGMLType:
         if self.kind.type == GGMLType.Q8_0 or n_in % self.kind.type.block_elements:
@@ -247,9 +247,9 @@ class _Choice:
         """attn_v, or one matrix of which the values are a part."""
         if self.model.n_experts == 8:
             return "Q8_0"
-        wanted = self._of_values()
-        is_few = (wanted or self.kind.type.name) in ("Q3_K", "Q4_K")
-        return "Q5_K" if self.model.is_70b and is_few else wanted
+        chosen = self._of_values()
+        is_few = (chosen or self.kind.type.name) in ("Q3_K", "Q4_K")
+        return "Q5_K" if self.model.is_70b and is_few else chosen
 
     def _of_values(self) -> str | None:
         n_seen, name = self.seen["attn_v"], self.kind.name

@@ -222,8 +222,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return [key for key in wanted if found.get(key) != wanted[key]]
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    return [key for key in expected if found.get(key) != expected[key]]
 
 
 def _write_all(file: RawIOBase, data: memoryview) -> None:

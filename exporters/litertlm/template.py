@@ -1,4 +1,4 @@
-"""Chat templates as LiteRT-LM wants them: for contents that are lists of parts, and in the dialect of minijinja.
+"""Chat templates as LiteRT-LM needs them: for contents that are lists of parts, and in the dialect of minijinja.
 
 The source is parsed as transformers would, and written again: white space that tags take away is gone, each text is a
 literal, and what minijinja lacks is said in other words (`x.get(k)`, `x is none`). In front stands what makes one text

@@ -23,7 +23,7 @@ from edgeinfer.exporters.litertlm.library import open_flatbuffers, open_schema
 Array: TypeAlias = NDArray[Any]
 Progress: TypeAlias = Callable[[int], None]  # called with the bytes of a piece that was written
 
-ALIGNMENT = 64  # of constants, in bytes; the runtime wants 16
+ALIGNMENT = 64  # of constants, in bytes; the runtime needs 16
 _VERSION = 3  # of the schema
 _MIN_RUNTIME = b"2.17.0"  # TensorFlow Lite that knows all operators of ours
 _IDENTIFIER = b"TFL3"
@@ -228,7 +228,7 @@ class Model:
             written += n_bytes
             progress(n_bytes)
         if written != constant.n_bytes:
-            raise ValueError(f"constant {constant.name}: {constant.n_bytes} bytes wanted, {written} made")
+            raise ValueError(f"constant {constant.name}: expected {constant.n_bytes} bytes, made {written}")
         return written
 
     def _packed(self) -> bytearray:

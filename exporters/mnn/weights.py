@@ -70,7 +70,7 @@ class Placed:
 
 
 def place(file: ModelFile, matrix: TensorRef, bias: TensorRef | None, out: BinaryIO, with_bias: bool = True) -> Placed:
-    """Write a matrix where the file ends; gives its place. with_bias: zeros where there is none, as operators want."""
+    """Write a matrix where the file ends; gives its place. with_bias: zeros where there is none, as operators need."""
     offset, part = out.tell(), part_of(file, matrix)
     weights, n_out, n_in = weights_of(part), part.shape[0], part.shape[1]
     if isinstance(weights, Floats):

@@ -49,7 +49,7 @@ def read_model(folder: Folder, name: str) -> SentencePieceModel:
         model = _model(memoryview(data))
     except (BadMessage, UnicodeDecodeError, TypeError) as error:
         raise ModelFileError(f"{path}: is no model of SentencePiece: {error!s:.200}") from error
-    for is_so, wanted, found in [
+    for is_so, expected, found in [
         (not model.pieces, "have pieces", "none"),
         (model.model_type != _BPE, "be of type bpe", _MODEL_TYPES.get(model.model_type, str(model.model_type))),
         (not model.byte_fallback, "fall back to bytes for characters without a token", "the unknown token instead"),
@@ -59,7 +59,7 @@ def read_model(folder: Folder, name: str) -> SentencePieceModel:
         (model.suffix_spaces, "have spaces before words", "treat_whitespace_as_suffix"),
     ]:
         if is_so:
-            raise UnsupportedModel(f"{path}: the model of SentencePiece must {wanted}: found {found}")
+            raise UnsupportedModel(f"{path}: the model of SentencePiece must {expected}: found {found}")
     return model
 
 

@@ -246,7 +246,7 @@ def _place(facts: Mapping[str, Any]) -> Place:
 
 
 class _Wrong(ValueError):
-    """A value of the manifest, with what was wanted and found."""
+    """A value of the manifest, with what was expected and found."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// Files of golden vectors and weights, read whole or in part. Every fault throws with what was wanted and found.
+// Files of golden vectors and weights, read whole or in part. Every fault throws with what was expected and found.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ inline std::size_t size_of_file(const std::string& path) {
 
 inline bool is_file(const std::string& path) { return std::ifstream(path, std::ios::binary).good(); }
 
-inline void check_size(const std::string& what, std::size_t wanted, std::size_t found) {
-    if (found >= wanted) return;
-    throw std::runtime_error("short file: " + what + " must have " + std::to_string(wanted) + " bytes: found " +
+inline void check_size(const std::string& what, std::size_t expected, std::size_t found) {
+    if (found >= expected) return;
+    throw std::runtime_error("short file: " + what + " must have " + std::to_string(expected) + " bytes: found " +
                              std::to_string(found));
 }
 

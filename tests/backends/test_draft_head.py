@@ -27,7 +27,7 @@ from edgeinfer.types import Device, Features, TokenIds
 
 @dataclass
 class Heads:
-    """One head, opened as often as wanted; rows of it."""
+    """One head, opened as often as needed; rows of it."""
 
     native: Callable[..., NativeHeadSession]
     reference: Callable[[], ReferenceHead]

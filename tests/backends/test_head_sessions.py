@@ -40,7 +40,7 @@ PROMPT = "hello world, there is the one, there is the one and hello"
 
 @dataclass
 class Heads:
-    """A head of a tiny model, opened as often as wanted; rows of it."""
+    """A head of a tiny model, opened as often as needed; rows of it."""
 
     head: Path
     target: Path

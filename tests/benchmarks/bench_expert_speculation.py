@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_expert_speculation.py MODEL.gguf ... [--caches 100%,50%] [--tokens 128] [--threads 2]
 
 The models are those of split_ffn.py, which route real text. `cost`: milliseconds of passes of n tokens of a text over
-those of one, all experts in memory, and the same with random ids; `union`: experts that they want, each once, in units
+those of one, all experts in memory, and the same with random ids; `union`: experts that they need, each once, in units
 of one token's. `speed`: for each size of the expert cache tokens a second, by category of prompts, with the drafters
 "suffix" and "recycling" and without drafts, in turns; the greedy texts must be equal. With them the costs that were
 learnt, the share of experts that was missing, and how many of the experts predicted for tokens were right. One JSON

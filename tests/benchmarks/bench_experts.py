@@ -8,7 +8,7 @@ with the logits of the last. Which experts a pass reads depends on the text: in 
 Both have their own layout of the weights (llama.cpp repacks). The process is pinned to as many cores as threads.
 
 speedup: the median over stretches of llama.cpp's time over edgeinfer's. c: the median over that of one token. union:
-how many experts of a layer n tokens of this text want together, by llama.cpp's routing, the mean. load: the share of
+how many experts of a layer n tokens of this text need together, by llama.cpp's routing, the mean. load: the share of
 the CPUs that other processes took meanwhile; figures with more than a few percent are noise. One JSON line on stdout.
 """
 

@@ -73,13 +73,13 @@ def file_logits(file: ModelFile, tokens: list[int], fine: bool, folder: Path) ->
     return np.stack(rows)
 
 
-def distance(wanted: Logits, found: Logits) -> dict[str, float]:
+def distance(expected: Logits, found: Logits) -> dict[str, float]:
     def log_softmax(logits: Logits) -> NDArray[np.float64]:
         shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
         return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
-    p, q = log_softmax(wanted), log_softmax(found)
-    same = float(np.mean(wanted.argmax(axis=1) == found.argmax(axis=1)))
+    p, q = log_softmax(expected), log_softmax(found)
+    same = float(np.mean(expected.argmax(axis=1) == found.argmax(axis=1)))
     return {"kl": round(float(np.mean(np.sum(np.exp(p) * (p - q), axis=1))), 6), "same_best": round(same, 4)}
 
 

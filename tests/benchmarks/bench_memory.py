@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace, folder: Path, cache: Path) -> dict[int, dict[str, Any]]:
-    """The wanted cells, by number; each is printed as it ends."""
+    """The requested cells, by number; each is printed as it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: folder / f"{name}.gguf" for name in ("windows", "experts")}
     if not all(path.exists() for path in own.values()):

@@ -246,20 +246,20 @@ def main() -> None:
         print(json.dumps(run_cell(Path(job["path"]), job["options"])))
         return
     words = set(arguments.cells.split())
-    wanted = [cell for cell in cells() if words <= set(cell.name.split())]
+    requested = [cell for cell in cells() if words <= set(cell.name.split())]
     with tempfile.TemporaryDirectory() as scratch:
-        report = run_all(wanted, arguments, Path(scratch))
+        report = run_all(requested, arguments, Path(scratch))
     print(report)
 
 
-def run_all(wanted: list[Cell], arguments: argparse.Namespace, scratch: Path) -> str:
-    """The report of the wanted cells, and of those that its file has; each is printed as it ends."""
+def run_all(requested: list[Cell], arguments: argparse.Namespace, scratch: Path) -> str:
+    """The report of the requested cells, and of those that its file has; each is printed as it ends."""
     folder = arguments.folder or scratch
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     if arguments.json and arguments.json.exists():
         results = {result["cell"]: result for result in json.loads(arguments.json.read_text())["cells"]}
-    for cell in wanted:
+    for cell in requested:
         if cell.name in results:
             continue
         result = in_a_process(cell, model_of(cell, folder, arguments.smollm2), scratch / "cache")

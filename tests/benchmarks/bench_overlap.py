@@ -57,8 +57,8 @@ def stretch(session: Session, one: float) -> CostModel:
     def stretched(tokens: Any, *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
         out = forward(tokens, *arguments, **options)
-        wanted = one * (1.0 + MORE * (len(tokens) - 1)) if len(tokens) <= MAX_TOKENS else 0.0
-        time.sleep(max(0.0, wanted - (time.perf_counter() - started)))
+        seconds = one * (1.0 + MORE * (len(tokens) - 1)) if len(tokens) <= MAX_TOKENS else 0.0
+        time.sleep(max(0.0, seconds - (time.perf_counter() - started)))
         return out
 
     session.forward = stretched  # type: ignore[method-assign]

@@ -196,7 +196,7 @@ class Ggml:
         n_elements = sum(n_out * n_in for n_out, n_in in SHAPES)
         weights = self._context(
             n_layers * (n_elements + (1 << 17))
-        )  # bitnet.cpp wants that much, and leaves most of it
+        )  # bitnet.cpp needs that much, and leaves most of it
         self.layers = [[self._matrix(weights, kind, *shape, rng) for shape in SHAPES] for _ in range(n_layers)]
 
     def _context(self, n_bytes: int) -> int:

@@ -76,9 +76,9 @@ def in_chunks(session: Any, tokens: np.ndarray, chunk: int) -> list[str]:
     return found
 
 
-def differences(got: Sequence[str], wanted: Sequence[str]) -> int:
+def differences(got: Sequence[str], expected: Sequence[str]) -> int:
     """Rows that are not the same."""
-    return sum(a != b for a, b in zip(got, wanted, strict=True))
+    return sum(a != b for a, b in zip(got, expected, strict=True))
 
 
 class Check:
@@ -124,20 +124,20 @@ class Check:
             session.close()
         return found
 
-    def run(self, case: Case, wanted: Sequence[str]) -> dict[str, int]:
+    def run(self, case: Case, expected: Sequence[str]) -> dict[str, int]:
         """Rows that differ, by what was compared."""
         with self.open(case) as model:
             session = model.session()
             found = {}
             for chunk in self.arguments.chunks:
                 session.reuse_prefix([])
-                found[f"in chunks of {chunk}"] = differences(in_chunks(session, self.tokens, chunk), wanted)
+                found[f"in chunks of {chunk}"] = differences(in_chunks(session, self.tokens, chunk), expected)
             n_prompt = len(self.tokens) - N_AFTER
             for n in self.arguments.sizes:
                 session.truncate(n_prompt)
                 after = self.tokens[session.n_past :]
                 got = row_hashes(session.forward(after[: n_prompt - session.n_past + n], logits="all").logits)[-n:]
-                found[f"{n} in a pass"] = differences(got, wanted[n_prompt : n_prompt + n])
+                found[f"{n} in a pass"] = differences(got, expected[n_prompt : n_prompt + n])
             session.close()
         return found
 

@@ -135,8 +135,8 @@ def fault(mutation: Mutation, outcome: Outcome) -> str:
     if mutation.family in STRUCTURAL and outcome.verdict == "refused" and not told_by_logits:
         # Where llama.cpp took a file for sound and ended its process on it, that is what is said.
         is_crash = outcome.error.startswith(BackendCrashed.__name__)
-        wanted = BackendCrashed.exit_code if is_crash else ModelFileError.exit_code
-        return "" if outcome.exit_code == wanted else f"refused with exit code {outcome.exit_code}"
+        expected = BackendCrashed.exit_code if is_crash else ModelFileError.exit_code
+        return "" if outcome.exit_code == expected else f"refused with exit code {outcome.exit_code}"
     return ""
 
 

@@ -54,11 +54,11 @@ class Node:
 
 def watching(prefix: str, seen: Callable[[Node], None]) -> Any:
     """A callback for nodes whose names begin with the prefix and end with the number of a layer."""
-    wanted = prefix.encode()
+    expected = prefix.encode()
 
     def callback(address: int, ask: bool, _: object) -> bool:
-        name = ctypes.string_at(address + _NAME, len(wanted) + 4)
-        if not name.startswith(wanted) or not name[len(wanted) : len(wanted) + 1].isdigit():
+        name = ctypes.string_at(address + _NAME, len(expected) + 4)
+        if not name.startswith(expected) or not name[len(expected) : len(expected) + 1].isdigit():
             return not ask
         if not ask:
             seen(Node(address))

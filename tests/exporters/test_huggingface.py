@@ -185,7 +185,7 @@ def test_an_output_matrix_that_differs_from_tied_embeddings_is_kept_and_said(mak
         make("gemma2", lambda tensors: with_output(tensors, 0.5))
 
 
-def test_tied_embeddings_are_doubled_where_gguf_wants_an_output_matrix(make: Any) -> None:
+def test_tied_embeddings_are_doubled_where_gguf_needs_an_output_matrix(make: Any) -> None:
     made = make("olmo2", tie_word_embeddings=True)
     assert_array_equal(made.ours("output.weight"), made.ours("token_embd.weight"))
     assert "copy of the embeddings" in made.source.notes[0]

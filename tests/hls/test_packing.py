@@ -88,7 +88,7 @@ def test_what_is_damaged_is_refused() -> None:
         pack(trits * 2, geometry)
 
 
-def test_a_geometry_is_refused_with_what_is_wanted() -> None:
+def test_a_geometry_is_refused_with_what_is_expected() -> None:
     for fields, message in (
         (("base5", 4, 16), "base3, g3x5, 2bit"),
         (("base3", 3, 12), "power of two"),

@@ -457,18 +457,18 @@ def test_a_call_without_a_name_goes_back_as_it_was_emitted(scripted):
     assert script.prompts[-1].count(engine.tokenizer.token_id("<tool_call>")) == 1
 
 
-@pytest.mark.parametrize("wants", ["object", "json", "none"])
-def test_calls_take_the_form_that_the_template_wants(open_model, monkeypatch, wants):
+@pytest.mark.parametrize("needs", ["object", "json", "none"])
+def test_calls_take_the_form_that_the_template_needs(open_model, monkeypatch, needs):
     check = {
         "object": "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.items() | list }}{%- endfor -%}",
         "json": "{%- for c in m.tool_calls or [] -%}{{ '=' + c.function.arguments }}{%- endfor -%}",
         "none": "{%- if m.tool_calls -%}{{ raise_exception('no calls') }}{%- endif -%}",
     }
-    MODELS[wants] = (
-        TURNS + "{{ m.content }}" + check[wants] + END + "{%- if false -%}<tool_call>{%- endif -%}",
+    MODELS[needs] = (
+        TURNS + "{{ m.content }}" + check[needs] + END + "{%- if false -%}<tool_call>{%- endif -%}",
         THINK_TOKENS,
     )
-    engine = open_model(wants)
+    engine = open_model(needs)
     script = Script(engine, monkeypatch)
     chat = engine.chat()
     script.emit('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
@@ -479,7 +479,7 @@ def test_calls_take_the_form_that_the_template_wants(open_model, monkeypatch, wa
         "json": '={"a": 1}',
         "none": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
     }
-    assert f"<|im_start|>assistant\n{expected[wants]}<|im_end|>" in prompt_of(script)
+    assert f"<|im_start|>assistant\n{expected[needs]}<|im_end|>" in prompt_of(script)
 
 
 @pytest.mark.parametrize("model", ["field", "field, text"])

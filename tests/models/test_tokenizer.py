@@ -294,7 +294,7 @@ def test_begin_and_end_are_added_as_the_file_says(add_bos: bool, add_eos: bool) 
     assert tokenizer.encode("") == [bos] * add_bos + [eos] * add_eos
 
 
-def test_begin_is_added_by_default_where_the_kind_of_vocabulary_wants_it() -> None:
+def test_begin_is_added_by_default_where_the_kind_of_vocabulary_needs_it() -> None:
     assert SPM.add_bos and (SPM.bos_id, SPM.eos_id) == (1, 2)
     assert open_metadata(byte_level(pre="llama-bpe")).add_bos and not BPE.add_bos
     assert not open_metadata(byte_level(pre="llama-bpe", bos_token_id=None)).add_bos
@@ -354,8 +354,8 @@ def test_stream_gives_whole_characters_whose_sum_is_the_decoded_text(ids: list[i
     pieces = [stream.push(id) for id in ids]
     rest = stream.flush()
     assert "".join(pieces) + rest == BPE.decode(ids, skip_special=skip_special)
-    wanted = b"".join(BPE.token_bytes(id) for id in ids if not (skip_special and BPE.is_control(id)))
-    assert "".join(pieces) + rest == wanted.decode(errors="replace")
+    expected = b"".join(BPE.token_bytes(id) for id in ids if not (skip_special and BPE.is_control(id)))
+    assert "".join(pieces) + rest == expected.decode(errors="replace")
 
 
 def test_stream_waits_for_the_last_byte_of_a_character() -> None:

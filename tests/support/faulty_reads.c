@@ -21,13 +21,13 @@ static atomic_long n_reads;
 static __thread int was_late;
 
 static int is_faulty_file(int descriptor) {
-    const char* wanted = getenv("FAULTY_FILES");
+    const char* pattern = getenv("FAULTY_FILES");
     char link[64], name[PATH_MAX];
     snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
     const ssize_t n = readlink(link, name, sizeof name - 1);
-    if (!wanted || n < 0) return 0;
+    if (!pattern || n < 0) return 0;
     name[n] = 0;
-    return strstr(name, wanted) != NULL;
+    return strstr(name, pattern) != NULL;
 }
 
 static int is_due(const char* fault, const char* kind, long number) {

@@ -258,7 +258,7 @@ _FAMILIES: list[tuple[int, Callable[[bytes, Layout, random.Random], Mutation]]] 
 
 
 def mutations(data: bytes, n: int, seed: int) -> Iterator[Mutation]:
-    """n damaged copies: the special shapes, the truncations at telling places, and as many as wanted by chance."""
+    """n damaged copies: the special shapes, the truncations at telling places, and as many random ones as requested."""
     layout = read_layout(data)
     by_chance = _by_chance(data, layout, random.Random(seed))
     yield from islice(chain(special_shapes(data, layout), truncations(data, layout), by_chance), n)

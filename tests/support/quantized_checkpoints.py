@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-N_OUT, N_IN = 32, 96  # as multiples of 32, which AutoGPTQ wants
+N_OUT, N_IN = 32, 96  # as multiples of 32, which AutoGPTQ needs
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 

@@ -131,7 +131,7 @@ def write_tiny_experts(
 ) -> Path:
     """Write a model and give back its path. What is not said here is as in tiny_models.write_tiny_model.
 
-    n_kv_heads: 2, but n_heads in olmoe, where llama.cpp wants as many keys as queries.  n_ff: of one expert, 256 where
+    n_kv_heads: 2, but n_heads in olmoe, where llama.cpp needs as many keys as queries.  n_ff: of one expert, 256 where
     there are blocks of 256, else 64; twice that in a dense layer.  types: of matrices, by role ("ffn_down_exps") or
     whole name.  fused: gate and up are one tensor, of the same numbers.  scales: with a factor for each expert on its
     products.  qk_norms: with norms of queries and keys, which are optional in glm4moe.  twins: two experts with the

@@ -99,8 +99,8 @@ class _Target:
         with ModelFile.open(path) as model:
             spec, backend = read_spec(model), ReferenceBackend()
             matrix = (spec.n_vocab, spec.n_embd)
-            wanted = {spec.output: matrix, spec.token_embd: matrix, "output_norm.weight": (spec.n_embd,)}
-            found = {name: one.values for name, one in backend.read_weights(model, wanted).items()}
+            expected = {spec.output: matrix, spec.token_embd: matrix, "output_norm.weight": (spec.n_embd,)}
+            found = {name: one.values for name, one in backend.read_weights(model, expected).items()}
             session = None
             if with_session:
                 session = backend.load(model, spec, backend.plan(model, spec, LoadSettings(512)), Device(1)).session()

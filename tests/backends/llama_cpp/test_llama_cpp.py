@@ -823,10 +823,10 @@ def test_another_library_is_refused_only_if_its_structures_may_differ(
     other.__version__ = "0.4.0"
     library_module._check_layouts(other)
     other.llama_batch = SimpleNamespace(n_tokens=None, token=None, embd=None, pos=None, n_seq_id=None, seq_id=None)
-    with pytest.raises(BackendUnavailable, match=r"wants .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
+    with pytest.raises(BackendUnavailable, match=r"needs .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
         library_module._check_layouts(other)
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/elsewhere")
     library_module._check_layouts(llama_cpp)
     monkeypatch.setattr(library_module, "LIBRARY_VERSION", b"0.0.1")
-    with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* wants 0.0.1"):
+    with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* needs 0.0.1"):
         library_module._check_layouts(llama_cpp)

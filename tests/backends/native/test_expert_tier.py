@@ -188,7 +188,7 @@ def test_ctrl_c_stops_a_pass(file: ModelFile) -> None:
 
 
 def asked_while_a_pass_runs(file: ModelFile, ask: Callable[[NativeModel], Any]) -> Any:
-    """What it gives; it waits for the pass, which wants the interpreter meanwhile."""
+    """What it gives; it waits for the pass, which needs the interpreter meanwhile."""
     model, seen = load(file), []
     begun = threading.Event()
 

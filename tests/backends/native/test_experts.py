@@ -300,7 +300,7 @@ def test_damaged_records_are_found_where_all_bytes_are_compared(tmp_path: Path) 
         with pytest.raises(BadPack, match="damaged, the SHA-256 of its weights"):
             backend.load(file, spec, plan, Device(1))
         packed_path(path).write_bytes(whole[:-4096])
-        with pytest.raises(BadPack, match=r"\d+ bytes of weights wanted, \d+ found"):
+        with pytest.raises(BadPack, match=r"expected \d+ bytes of weights, found \d+"):
             NativeBackend().load(file, spec, plan, Device(1))
 
 
@@ -358,9 +358,9 @@ def test_a_type_without_a_kernel_for_experts_is_refused_by_name(
 
 def test_more_experts_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_experts=70, n_used=65))
-    spec, wanted = read_spec(file), r"m\.gguf: a token wants 65 experts of layer 0, in 1 groups; .* 64 experts"
+    spec, expected = read_spec(file), r"m\.gguf: a token uses 65 experts of layer 0, in 1 groups; .* 64 experts"
     for refuse in (NativeBackend().expert_sizes, lambda *model: NativeBackend().plan(*model, LoadSettings(64))):
-        with pytest.raises(UnsupportedModel, match=wanted):
+        with pytest.raises(UnsupportedModel, match=expected):
             refuse(file, spec)
 
 

@@ -246,9 +246,9 @@ class Walk:
 
     def reuse(self, which: int, n_kept: int, n_more: int) -> None:
         self.known.append(list(self.text))
-        wanted = self.known[which % len(self.known)][:n_kept] + self.tokens(n_more)
-        n_reached = self.session.reuse_prefix(wanted)
-        self.text = wanted[:n_reached]
+        expected = self.known[which % len(self.known)][:n_kept] + self.tokens(n_more)
+        n_reached = self.session.reuse_prefix(expected)
+        self.text = expected[:n_reached]
 
     def check(self) -> None:
         assert self.session.n_past == len(self.text)

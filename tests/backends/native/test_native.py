@@ -352,13 +352,13 @@ def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_pat
         spec = read_spec(large)
         plan = rounded.plan(large, spec, LoadSettings(64))
         model = rounded.load(large, spec, plan, Device(2))
-        wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, LoadSettings(64)), Device(1))
+        expected = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, LoadSettings(64)), Device(1))
         assert plan.use == rounded.plan(large, spec, LoadSettings(64)).use and plan.use.weights < large.n_bytes
         if format == "F32":
-            assert np.array_equal(model.weights().data, wanted.weights().data)
+            assert np.array_equal(model.weights().data, expected.weights().data)
         else:  # its floats were rounded before
             tokens = np.arange(40)
-            a, b = (one.session().forward(tokens, logits="all").logits for one in (model, wanted))
+            a, b = (one.session().forward(tokens, logits="all").logits for one in (model, expected))
             assert 0 < np.abs(a - b).max() < 0.2 * np.abs(b).max()
 
 
@@ -574,7 +574,8 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             session = NativeBackend().load(file, spec, plan, Device(1)).session()
             assert same_bits(session.forward(tokens, logits="all").logits, logits["2"])
             with pytest.raises(
-                ModelFileError, match=f"{packed_as} bits there, {faster} are wanted; .* --ternary-bits {faster}"
+                ModelFileError,
+                match=f"expected ternary weights of {faster} bits, found {packed_as}; .* --ternary-bits {faster}",
             ):
                 NativeBackend().load(file, spec, plans[faster], Device(1))
             packed_path(path).unlink()
