@@ -192,8 +192,8 @@ def _notes(request: Request, package: Package) -> Iterator[str]:
             yield f"{name} alone takes more than {human_bytes(MAX_FILE_BYTES)}, and a file of its own"
     yield from search_notes(package.decoders[0].file)
     yield (
-        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some {human_bytes(estimated_peak(package))} "
-        "of memory (estimated)."
+        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some "
+        f"{human_bytes(estimated_peak(package))} of memory (estimated)."
     )
 
 

@@ -122,8 +122,9 @@ def _matrix_bytes(file: ModelFile, name: str) -> int:
 def _notes(package: _Package, weights: int) -> Iterator[str]:
     yield "The codes of the file's formats are kept exactly, in 4 bits or 8; matrices of floats become half floats."
     yield (
-        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some {human_bytes(_peak(package, weights))} "
-        f"of memory (estimated); all {human_bytes(weights)} of weights are in one file."
+        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some "
+        f"{human_bytes(_peak(package, weights))} of memory (estimated); all {human_bytes(weights)} of weights are in "
+        "one file."
     )
 
 
