@@ -34,13 +34,10 @@ def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
 
 
 class Session(Protocol):
-    """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time.
+    """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time."""
 
-    n_ctx: positions that the text may have.  n_batch: as planned; the most tokens that a tree may have, and that can be
-    uncommitted where the model has windows. `run_text` runs texts of any length.
-    """
-
-    n_ctx: int
+    n_ctx: int  # positions that the text may have
+    # most tokens of a tree, and most uncommitted tokens where the model has windows; `run_text` runs longer texts
     n_batch: int
     model: Model  # whose text this is
 
@@ -113,29 +110,22 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of one text in a forward pass; see Session.forward for the fields.
-
-    n_pending: number of rows since the last commit that are kept, see BranchingSession.  features: (n, n_embd) float32,
-    for draft heads only.
-    """
+    """The part of one text in a forward pass; see Session.forward for the fields."""
 
     session: Any  # of the model that runs the pass
     tokens: ArrayLike
     parents: ArrayLike | None = None
     logits: LogitsRows = "last"
     hidden: bool | Sequence[int] = False
-    n_pending: int = 0
-    features: ArrayLike | None = None
+    n_pending: int = 0  # number of rows since the last commit that are kept, see BranchingSession
+    features: ArrayLike | None = None  # (n, n_embd) float32, for draft heads only
 
 
 class Model(Protocol):
-    """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time.
+    """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time."""
 
-    n_ctx: most positions of a session.  n_batch: most tokens in one pass.
-    """
-
-    n_ctx: int
-    n_batch: int
+    n_ctx: int  # most positions of a session
+    n_batch: int  # most tokens in one pass
 
     @property
     def spec(self) -> ModelSizes:
@@ -214,12 +204,9 @@ class HasProcesses(Protocol):
 
 @runtime_checkable
 class MeasurableBackend(Backend, Protocol):
-    """A backend whose code can be brought into memory before a model is, so that it can be measured.
+    """A backend whose code can be brought into memory before a model is, so that it can be measured."""
 
-    source_bytes: the most of a model file that is in memory beside what it is packed to.
-    """
-
-    source_bytes: int
+    source_bytes: int  # the most of a model file that is in memory beside what it is packed to
 
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """Run the code that this model needs once, on next to no data, so that its pages are counted."""
@@ -247,7 +234,7 @@ class ExpertTier(Protocol):
 
 @runtime_checkable
 class TieredModel(Protocol):
-    """A loaded model some of whose experts another device may compute. watcher: see Watcher."""
+    """A loaded model some of whose experts another device may compute."""
 
     watcher: Watcher | None
 

@@ -37,22 +37,16 @@ from edgeinfer.types import Features, HiddenStates, Logits, LogitsRows, MemoryPl
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of one pass. ids: (n,) int32.
+    """Tokens of one pass."""
 
-    n_past: tokens whose slots of the cache those of the chain or of the tree follow.  n_nodes: of the tree that these
-    tokens are in, 0 for a chain.  first: node of the tree that the first of them is; the ones before it have been
-    passed.  positions: (first + n,) int32, of all nodes up to the last of them.  sees: (n_nodes, n_nodes) uint8, row i:
-    what node i sees; None for a chain, and where it is on the device.  features: (n, n_embd), that come with the tokens
-    of a draft head.
-    """
-
-    ids: TokenIds
-    positions: TokenIds
+    ids: TokenIds  # (n,) int32
+    positions: TokenIds  # (first + n,) int32, of all nodes up to the last of them
+    # (n_nodes, n_nodes) uint8, row i: what node i sees; None for a chain, and where it is on the device
     sees: NDArray[np.uint8] | None
-    n_past: int
-    n_nodes: int = 0
-    first: int = 0
-    features: Features | None = None
+    n_past: int  # tokens whose slots of the cache those of the chain or of the tree follow
+    n_nodes: int = 0  # of the tree that these tokens are in, 0 for a chain
+    first: int = 0  # node of the tree that the first of them is; the ones before it have been passed
+    features: Features | None = None  # (n, n_embd), that come with the tokens of a draft head
 
     def __len__(self) -> int:
         return len(self.ids)

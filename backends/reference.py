@@ -61,17 +61,14 @@ from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The rows of a pass in one layer, as a mixer sees them.
+    """The rows of a pass in one layer, as a mixer sees them."""
 
-    state: of the sequence in this layer, by slot; a row's own slot is the last of its path.  paths: for each row the
-    slots that it sees, in order.  inputs: (n, n_in), what the products are with where that is not the norm of x.
-    """
-
+    # of the sequence in this layer, by slot; a row's own slot is the last of its path
     state: Sequence[NDArray[np.floating]]
-    paths: Sequence[NDArray[np.intp]]
+    paths: Sequence[NDArray[np.intp]]  # for each row the slots that it sees, in order
     n_ctx: int
     cache_type: CacheType
-    inputs: Floats | None
+    inputs: Floats | None  # (n, n_in), what the products are with where that is not the norm of x
 
 
 class ReferenceMixer(Protocol):

@@ -12,10 +12,10 @@ from edgeinfer.types import Logits
 
 
 class Distance(NamedTuple):
-    """Means over tokens. divergence: Kullback-Leibler, in nats.  agreement: share with the same likeliest token."""
+    """Means over tokens."""
 
-    divergence: float
-    agreement: float
+    divergence: float  # Kullback-Leibler, in nats
+    agreement: float  # share with the same likeliest token
 
     def in_words(self, n_tokens: int) -> str:
         """From a source, over so many tokens, for the user."""

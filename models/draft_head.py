@@ -38,16 +38,13 @@ _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """The model that a head drafts for.
-
-    n_embd: of its hidden rows.  fingerprint: see the function; of the tokens alone where by_tokens is set.
-    """
+    """The model that a head drafts for."""
 
     architecture: str
     name: str
     n_vocab: int
-    n_embd: int
-    fingerprint: str
+    n_embd: int  # of its hidden rows
+    fingerprint: str  # see the function; of the tokens alone where by_tokens is set
     by_tokens: bool = False
 
 
@@ -115,22 +112,20 @@ class FeatureProjection:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features.
-
-    features: None where they are the target's hidden rows themselves.  draft_vocab: (n_logits,) int32, ascending ids of
-    the target's tokens, one for each row of the decoder's output matrix.  taps: the target's rows that features are
-    made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a drafted token was right
-    where those before it were, on text that was not trained on; empty where that is not known.  output_type: what the
-    target's rows for draft_vocab are rewritten in, where the file leaves them out.
-    """
+    """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features."""
 
     front: GatedFusion | ConcatenatedInput
     decoder: ModelSpec
-    features: FeatureProjection | None
+    features: FeatureProjection | None  # None where they are the target's hidden rows themselves
     target: HeadTarget
+    # (n_logits,) int32, ascending ids of the target's tokens, one for each row of the decoder's output matrix
     draft_vocab: NDArray[np.int32]
+    # the target's rows that features are made of, as Session.forward is asked for them with `hidden`
     taps: bool | tuple[int, ...] = True
+    # by depth, how often a drafted token was right where those before it were, on text that was not trained on; empty
+    # where that is not known
     matches: tuple[float, ...] = ()
+    # what the target's rows for draft_vocab are rewritten in, where the file leaves them out
     output_type: GGMLType | None = None
 
     @property

@@ -30,13 +30,10 @@ _QUESTION, _DIALOGUE = ("user",), ("user", "assistant", "user")
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What a template needs of messages.
+    """What a template needs of messages."""
 
-    parts: roles whose content is a list of parts.  merges_system: it has no place for a system message.
-    """
-
-    parts: frozenset[str] = frozenset()
-    merges_system: bool = False
+    parts: frozenset[str] = frozenset()  # roles whose content is a list of parts
+    merges_system: bool = False  # it has no place for a system message
 
     def applied(self, messages: Messages) -> Messages:
         """The messages in this form."""

@@ -11,12 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the model.
+    """A tool call of the model."""
 
-    text: as emitted, between the marks.  name, arguments: parsed from it if it is JSON, else None.
-    """
-
-    text: str
+    text: str  # as emitted, between the marks
+    # name, arguments: parsed from it if it is JSON, else None
     name: str | None = None
     arguments: dict[str, Any] | None = None
 

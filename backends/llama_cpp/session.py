@@ -50,14 +50,12 @@ def _none() -> TokenIds:
 
 @dataclass(frozen=True)
 class SessionText:
-    """What is committed, and what of the last pass may be.
+    """What is committed, and what of the last pass may be."""
 
-    n_past: committed tokens.  kept: rows of the last pass that were committed, which the process does not know yet.
-    links: parents of the rows of the last pass, nothing once they are committed or dropped.
-    """
-
-    n_past: int = 0
+    n_past: int = 0  # committed tokens
+    # rows of the last pass that were committed, which the process does not know yet
     kept: TokenIds = field(default_factory=_none)
+    # parents of the rows of the last pass, nothing once they are committed or dropped
     links: TokenIds = field(default_factory=_none)
 
 

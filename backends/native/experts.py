@@ -23,30 +23,25 @@ EXPERT_TYPES = MATRIX_TYPES - {GGMLType.I2_S}  # which has one scale for all row
 
 
 class ExpertSlice(NamedTuple):
-    """Where a matrix of an expert lies. part: which file of the model.  offset, n_bytes: in that file.
+    """Where a matrix of an expert lies."""
 
-    name: of the tensor it is a part of.
-    """
-
-    part: int
+    part: int  # which file of the model
+    # offset, n_bytes: in that file
     offset: int
     n_bytes: int
-    name: str
+    name: str  # of the tensor it is a part of
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The matrices of one role of all experts of a layer.
-
-    shape: (n_out, n_in) of one expert's.  packed_as: see Packing.format_of.  first_byte, n_bytes: of expert 0 in the
-    tensor; those of the next one come expert_bytes later.
-    """
+    """The matrices of one role of all experts of a layer."""
 
     role: ExpertRole
     name: str
     type: GGMLType
-    packed_as: int
-    shape: tuple[int, int]
+    packed_as: int  # see Packing.format_of
+    shape: tuple[int, int]  # (n_out, n_in) of one expert's
+    # first_byte, n_bytes: of expert 0 in the tensor; those of the next one come expert_bytes later
     first_byte: int
     n_bytes: int
     expert_bytes: int
@@ -72,20 +67,20 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of a layer. parts: gate, up, down."""
+    """The experts of a layer."""
 
     index: int
     n_experts: int
     n_used: int
-    parts: tuple[ExpertPart, ExpertPart, ExpertPart]
+    parts: tuple[ExpertPart, ExpertPart, ExpertPart]  # gate, up, down
 
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of a model.  layers: those that have any, in order.  layout: of their records."""
+    """The experts of a model."""
 
-    layers: tuple[ExpertLayer, ...]
-    layout: _core.ExpertLayout
+    layers: tuple[ExpertLayer, ...]  # those that have any, in order
+    layout: _core.ExpertLayout  # of their records
 
     @property
     def n_bytes(self) -> int:

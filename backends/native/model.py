@@ -30,20 +30,16 @@ from edgeinfer.types import Device, MemoryPlan, MemoryUse, Output
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder in memory.
-
-    embedding: where it finds its own embeddings, None where it takes a target's.  is_mapped: whether weights and
-    experts are pages of a packed file.  files: what passes read from.
-    """
+    """The parts of a decoder in memory."""
 
     decoder: _core.Decoder
     config: _core.DecoderConfig
     weights: _core.Weights
     threads: _core.Threads
-    embedding: EmbeddingRows | None
+    embedding: EmbeddingRows | None  # where it finds its own embeddings, None where it takes a target's
     experts: _core.ExpertStore | None = None
-    is_mapped: bool = False
-    files: Sequence[FileWatch | MappedFile] = ()
+    is_mapped: bool = False  # whether weights and experts are pages of a packed file
+    files: Sequence[FileWatch | MappedFile] = ()  # what passes read from
 
 
 def assemble(
@@ -181,10 +177,9 @@ class NativeModel(NativeDecoder, Model):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
     The model file may be closed: what is still read from it, embedding rows and experts, has it open for itself.
-    tuning: how the weights are read, None where that was not chosen; see tuning.tune.
     """
 
-    tuning: Tuning | None = None
+    tuning: Tuning | None = None  # how the weights are read, None where that was not chosen; see tuning.tune
 
     @property
     @override

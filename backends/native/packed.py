@@ -49,34 +49,32 @@ _MAX_EDGES, _EVEN_PLACES, _SAMPLE_BYTES = 512, 64, 4096
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the model that packed weights were made from. samples: hash of the header and of some of the rest."""
+    """A file of the model that packed weights were made from."""
 
     size: int
-    samples: str
+    samples: str  # hash of the header and of some of the rest
     sha256: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself. n_bytes: of the packed weights.  n_expert_bytes: of the records of experts.
-
-    sha256: of both.  sources: the model's files.
-    """
+    """What a packed file says of itself."""
 
     layout: int
-    n_bytes: int
-    n_expert_bytes: int
+    n_bytes: int  # of the packed weights
+    n_expert_bytes: int  # of the records of experts
     ternary_bits: TernaryBits
-    sha256: str
-    sources: tuple[SourceFile, ...]
+    sha256: str  # of both
+    sources: tuple[SourceFile, ...]  # the model's files
 
 
 class Packed(NamedTuple):
-    """What a packed file holds, mapped. records: of all experts.  weights_at, records_at: their first bytes in it."""
+    """What a packed file holds, mapped."""
 
     file: MappedFile
     weights: NDArray[np.uint8]
-    records: NDArray[np.uint8]
+    records: NDArray[np.uint8]  # of all experts
+    # weights_at, records_at: their first bytes in it
     weights_at: int
     records_at: int
 

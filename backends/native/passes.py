@@ -28,19 +28,15 @@ _Arguments: TypeAlias = tuple[
 
 @dataclass(frozen=True)
 class TextRows:
-    """The rows of one text, checked.
-
-    links: (n_pending + n,) parents of the pending rows and of these n.  is_chain: whether they all follow one another.
-    requested: (m,) the rows whose logits are requested.  taps: see check_taps.
-    """
+    """The rows of one text, checked."""
 
     state: _core.TextState
     tokens: TokenIds
-    links: NDArray[np.int32]
-    is_chain: bool
+    links: NDArray[np.int32]  # (n_pending + n,) parents of the pending rows and of these n
+    is_chain: bool  # whether they all follow one another
     n_pending: int
-    requested: NDArray[np.int32]
-    taps: Sequence[int]
+    requested: NDArray[np.int32]  # (m,) the rows whose logits are requested
+    taps: Sequence[int]  # see check_taps
     features: Features | None
 
 

@@ -36,16 +36,12 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Trace:
-    """A text that went through a model.
-
-    rows: (m,) whose logits are requested.  residuals: (n_layers, n, n_embd), the residual stream after each layer.
-    logits: (m, n_logits).
-    """
+    """A text that went through a model."""
 
     tokens: TokenIds
-    rows: NDArray[np.int32]
-    residuals: NDArray[np.float32]
-    logits: Logits
+    rows: NDArray[np.int32]  # (m,) whose logits are requested
+    residuals: NDArray[np.float32]  # (n_layers, n, n_embd), the residual stream after each layer
+    logits: Logits  # (m, n_logits)
 
 
 class RepackableModel:

@@ -52,18 +52,16 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of parts of a pass, of the whole model.
+    """Seconds of parts of a pass, of the whole model."""
 
-    layers, output: by number of tokens, with an empty context; output is the matrix after the last layer, for all of
-    them.  row_position: of attention for one token, for each layer and position that it sees; in long passes it is
-    row_position_long.  was_disturbed: other processes had the cores meanwhile.
-    """
-
+    # layers, output: by number of tokens, with an empty context; output is the matrix after the last layer, for all of
+    # them
     layers: Mapping[int, float]
     output: Mapping[int, float]
+    # of attention for one token, for each layer and position that it sees; in long passes it is row_position_long
     row_position: float
     row_position_long: float
-    was_disturbed: bool
+    was_disturbed: bool  # other processes had the cores meanwhile
 
 
 def time_passes(

@@ -84,9 +84,9 @@ class Tunable(Protocol):
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choices of a session by number of tokens. origin: "known" CPUs' values, "measured" now, or "kept"."""
+    """The choices of a session by number of tokens."""
 
-    origin: Literal["known", "measured", "kept"]
+    origin: Literal["known", "measured", "kept"]  # "known" CPUs' values, "measured" now, or "kept"
     streams: Mapping[int, Prefetch]
 
     def __str__(self) -> str:

@@ -33,16 +33,12 @@ _ENDING = "ExecutionProvider"
 
 @dataclass(frozen=True)
 class ProviderInfo:
-    """An execution provider of the installed onnxruntime, and the devices that it names.
+    """An execution provider of the installed onnxruntime, and the devices that it names."""
 
-    name: without its ending "ExecutionProvider", as it is chosen by.  devices: (kind, maker) of each.  version: of
-    onnxruntime.
-    """
-
-    name: str
-    devices: tuple[tuple[str, str], ...]
+    name: str  # without its ending "ExecutionProvider", as it is chosen by
+    devices: tuple[tuple[str, str], ...]  # (kind, maker) of each
     style: Style
-    version: str = ""
+    version: str = ""  # of onnxruntime
 
     @property
     def full_name(self) -> str:

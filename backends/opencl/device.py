@@ -23,11 +23,11 @@ _NUMBERS = {int: np.int32, float: np.float32}
 
 @dataclass
 class Kernel:
-    """A compiled kernel; handle is pyopencl's. is_typed: it was told what its numbers are, so that calls are quick."""
+    """A compiled kernel; handle is pyopencl's."""
 
     name: str
     handle: Any
-    is_typed: bool = False
+    is_typed: bool = False  # it was told what its numbers are, so that calls are quick
 
 
 class OpenCLDevice:

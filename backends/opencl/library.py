@@ -33,20 +33,17 @@ _NO_DRIVER = (
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself. index: its number here, by platform and in the order of the driver.
+    """What a device says of itself."""
 
-    memory_bytes: all it has, used or not; OpenCL does not say what is free.  max_buffer_bytes: of one allocation.
-    """
-
-    index: int
+    index: int  # its number here, by platform and in the order of the driver
     name: str
     kind: DeviceKind
     platform: str
     version: str
     driver_version: str
     compute_units: int
-    memory_bytes: int
-    max_buffer_bytes: int
+    memory_bytes: int  # all it has, used or not; OpenCL does not say what is free
+    max_buffer_bytes: int  # of one allocation
     local_memory_bytes: int
     max_work_group: int
     shares_host_memory: bool

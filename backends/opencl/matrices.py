@@ -43,11 +43,11 @@ _SOURCES = ("dot.cl", "matrix.cl")
 
 @dataclass(frozen=True)
 class Format:
-    """How weights lie on the device. bits: of a code, 0 for numbers. block: inputs that share a scale."""
+    """How weights lie on the device."""
 
-    bits: int
+    bits: int  # of a code, 0 for numbers
     offset: int = 0
-    block: int = RUN
+    block: int = RUN  # inputs that share a scale
     has_minimum: bool = False
     is_half: bool = False  # where bits is 0
 
@@ -106,17 +106,14 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix of the file, or some rows of one: (n_out, n_in), and its bytes there.
-
-    factor: of all weights, 1 but for I2_S, whose one scale is a float32.
-    """
+    """A matrix of the file, or some rows of one: (n_out, n_in), and its bytes there."""
 
     name: str
     type: GGMLType
     n_out: int
     n_in: int
     data: NDArray[np.uint8]
-    factor: float = 1.0
+    factor: float = 1.0  # of all weights, 1 but for I2_S, whose one scale is a float32
 
     @property
     def format(self) -> Format:

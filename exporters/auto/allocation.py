@@ -38,9 +38,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Allocation:
-    """chosen: (n_tensors,), an option of each.  per_byte, per_second: what the last ones were worth, in loss."""
+    """An option for each tensor, and the multipliers that led to it."""
 
-    chosen: NDArray[np.intp]
+    chosen: NDArray[np.intp]  # (n_tensors,), an option of each
+    # per_byte, per_second: what the last ones were worth, in loss
     per_byte: float
     per_second: float
 
@@ -205,15 +206,13 @@ def _filled(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds:
 
 @dataclass(frozen=True)
 class Front:
-    """Mixes of which none has both less loss and less time than another. losses, n_bytes, seconds: (n,) sums.
+    """Mixes of which none has both less loss and less time than another."""
 
-    chosen: (n, n_tensors), an option of each tensor.
-    """
-
+    # losses, n_bytes, seconds: (n,) sums
     losses: Numbers
     n_bytes: Numbers
     seconds: Numbers
-    chosen: NDArray[np.intp]
+    chosen: NDArray[np.intp]  # (n, n_tensors), an option of each tensor
 
 
 def front_of(options: Options, per_byte: float = 0.0) -> Front:

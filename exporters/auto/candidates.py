@@ -29,19 +29,14 @@ _RUNS, _ROWS_OF_RUN = 16, 16  # of a tensor, in which errors are compared
 
 @dataclass(frozen=True)
 class Subject:
-    """A tensor whose format is chosen.
-
-    formats: from the smallest on.  shape: (n_out, n_in) of each matrix in it.  n_matrices: more than one for experts.
-    n_used: of these a token uses so many; 0 for embeddings that no product reads.  layer: the first one that reads
-    it; for the output matrix the number of layers.
-    """
+    """A tensor whose format is chosen."""
 
     tensor: SourceTensor
-    formats: tuple[GGMLType, ...]
-    shape: tuple[int, int]
-    n_matrices: int
-    n_used: int
-    layer: int
+    formats: tuple[GGMLType, ...]  # from the smallest on
+    shape: tuple[int, int]  # (n_out, n_in) of each matrix in it
+    n_matrices: int  # more than one for experts
+    n_used: int  # of these a token uses so many; 0 for embeddings that no product reads
+    layer: int  # the first one that reads it; for the output matrix the number of layers
 
     @property
     def name(self) -> str:

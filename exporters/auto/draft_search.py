@@ -23,15 +23,11 @@ from edgeinfer.types import Device
 
 
 class Drafter(Protocol):
-    """A draft model or a draft head.
+    """A draft model or a draft head."""
 
-    n_tokens: of the passes in which it drafts.  subjects: the tensors chosen for.  importance: with which they are
-    rounded.
-    """
-
-    n_tokens: int
-    subjects: Sequence[Subject]
-    importance: Importance
+    n_tokens: int  # of the passes in which it drafts
+    subjects: Sequence[Subject]  # the tensors chosen for
+    importance: Importance  # with which they are rounded
 
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
         """Losses of it with tensors rounded, along texts, by the noise in its margins."""
@@ -56,13 +52,11 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a drafter gives. acceptance: share of first draft tokens that the target chooses too.  accepted: (n_depths,)
-    draft tokens of a step that are accepted, by the length of the draft.  draft_ms: of a draft token.
-    """
+    """What a drafter gives."""
 
-    acceptance: float
-    accepted: Sequence[float]
-    draft_ms: float
+    acceptance: float  # share of first draft tokens that the target chooses too
+    accepted: Sequence[float]  # (n_depths,) draft tokens of a step that are accepted, by the length of the draft
+    draft_ms: float  # of a draft token
 
     def best(self, drafting: Drafting) -> tuple[float, int]:
         """Tokens a millisecond, and the length of the draft that gives them."""

@@ -38,25 +38,21 @@ _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 @dataclass(frozen=True)
 class Limits:
-    """n_bytes: of the chosen tensors at most; infinite for any number.  n_tokens: of the pass whose time counts.
-    seconds: of their products.
+    """None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these."""
 
-    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
-    """
-
-    n_bytes: float
-    n_tokens: int = 1
-    seconds: float | None = math.inf
+    n_bytes: float  # of the chosen tensors at most; infinite for any number
+    n_tokens: int = 1  # of the forward pass whose time is bounded too
+    seconds: float | None = math.inf  # that their products may take in that pass
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass."""
+    """Formats of tensors."""
 
     types: Mapping[str, GGMLType]
-    predicted: float
+    predicted: float  # the loss by the table
     n_bytes: int
-    seconds: float
+    seconds: float  # of the products of a pass
 
 
 Choose = Callable[[Options, Limits], Allocation]

@@ -35,10 +35,10 @@ Types = Mapping[str, GGMLType]
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A text in tokens. n_prompt: the first tokens, whose predictions do not count; at least 1."""
+    """A text in tokens."""
 
     tokens: Sequence[int]
-    n_prompt: int = 1
+    n_prompt: int = 1  # the first tokens, whose predictions do not count; at least 1
 
 
 @dataclass(frozen=True)
@@ -225,9 +225,9 @@ def _bytes(
 
 
 class Measured(Protocol):
-    """Losses of a model with some of its tensors rounded. n_measured: of them so far, without those that were known."""
+    """Losses of a model with some of its tensors rounded."""
 
-    n_measured: int
+    n_measured: int  # of them so far, without those that were known
 
     def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
         """See LossTrials.loss."""

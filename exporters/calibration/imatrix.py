@@ -26,10 +26,10 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(frozen=True)
 class Squares:
-    """Squares of the inputs of a matrix.  sums: (n_matrices, n_in).  counts: (n_matrices,) tokens that were summed."""
+    """Squares of the inputs of a matrix."""
 
-    sums: Floats
-    counts: Floats
+    sums: Floats  # (n_matrices, n_in)
+    counts: Floats  # (n_matrices,) tokens that were summed
 
     def means(self) -> Floats:
         """(n_matrices, n_in): the mean square by column, 1 for a matrix that had no tokens."""
@@ -39,17 +39,14 @@ class Squares:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """An importance matrix.
+    """An importance matrix."""
 
-    of: by the name of the tensor.  datasets: names of the texts.  n_chunks, chunk_size: pieces of text and their
-    tokens.  made_of: a hash of the model, the text and the program, "" where it is not known.
-    """
-
-    of: Mapping[str, Squares]
-    datasets: Sequence[str] = ()
+    of: Mapping[str, Squares]  # by the name of the tensor
+    datasets: Sequence[str] = ()  # names of the texts
+    # n_chunks, chunk_size: pieces of text and their tokens
     n_chunks: int = 0
     chunk_size: int = 0
-    made_of: str = ""
+    made_of: str = ""  # a hash of the model, the text and the program, "" where it is not known
 
     @property
     def n_bytes(self) -> int:

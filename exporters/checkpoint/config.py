@@ -22,16 +22,12 @@ _ROPE_NAMES = {"su": "longrope"}  # what the first Phi-3 called it
 
 @dataclass(frozen=True)
 class Rope:
-    """How the heads of a type of layer are rotated.
+    """How the heads of a type of layer are rotated."""
 
-    kind: "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional".  theta: the base.  share: of the
-    numbers of a head that are rotated, 1 for all.  values: what the kind has besides, such as factor.
-    """
-
-    kind: str
-    theta: float
-    share: float
-    values: Config
+    kind: str  # "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"
+    theta: float  # the base
+    share: float  # of the numbers of a head that are rotated, 1 for all
+    values: Config  # what the kind has besides, such as factor
 
 
 class Config:

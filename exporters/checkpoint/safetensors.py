@@ -38,16 +38,13 @@ _BITS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it stands in a file.
-
-    dtype: of the format, such as "BF16".  offset: of its first byte in the file.
-    """
+    """A tensor as it stands in a file."""
 
     name: str
-    dtype: str
+    dtype: str  # of the format, such as "BF16"
     shape: tuple[int, ...]
     file: MappedFile
-    offset: int
+    offset: int  # of its first byte in the file
     n_bytes: int
 
     @property

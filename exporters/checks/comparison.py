@@ -23,10 +23,10 @@ _ENGINE = "the native engine"
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check showed.  sentence: for the user.  facts: for the manifest."""
+    """What a check showed."""
 
-    sentence: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    sentence: str  # for the user
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
 
 
 def compare(source: Source, written: Path, is_lossless: bool) -> Checked:

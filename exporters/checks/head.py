@@ -29,15 +29,11 @@ from edgeinfer.types import Device, Features
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a head expects along a text.
+    """What a head expects along a text."""
 
-    logits: (n - 1, n_logits), after tokens[1:].  accepted: share of its most likely tokens that are the target's too.
-    features: (n - 1, n_embd), what it was fed with.
-    """
-
-    logits: Logits
-    accepted: float
-    features: Features
+    logits: Logits  # (n - 1, n_logits), after tokens[1:]
+    accepted: float  # share of its most likely tokens that are the target's too
+    features: Features  # (n - 1, n_embd), what it was fed with
 
 
 def compare_heads(source: Source, written: Path, target: Path | None) -> Checked:

@@ -37,18 +37,14 @@ def minimum_runtime(requirement: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class GreedyRun:
-    """What the native engine makes of a prompt without sampling.
+    """What the native engine makes of a prompt without sampling."""
 
-    text, prompt: of the prompt, and its ids.  tokens: the most likely ones after it, without one that ends the answer.
-    forced: the same, and those after the end, up to the requested number.  logits: (len(forced), n_vocab)
-    float32, those that each token was chosen by.
-    """
-
+    # text, prompt: of the prompt, and its ids
     text: str
     prompt: list[int]
-    tokens: list[int]
-    forced: list[int]
-    logits: NDArray[np.float32]
+    tokens: list[int]  # the most likely ones after it, without one that ends the answer
+    forced: list[int]  # the same, and those after the end, up to the requested number
+    logits: NDArray[np.float32]  # (len(forced), n_vocab) float32, those that each token was chosen by
 
 
 def check_prompt(file: ModelFile, template: str | None = None) -> tuple[str, list[int]]:

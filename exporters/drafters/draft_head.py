@@ -20,12 +20,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadTypes:
-    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the front and
-    of attention, which lose more from few bits.
-    """
+    """Types of a head's matrices."""
 
-    ffn: GGMLType
-    others: GGMLType
+    ffn: GGMLType  # of the feed-forward networks and of the output rows
+    others: GGMLType  # of the front and of attention, which lose more from few bits
 
     def of(self, name: str) -> GGMLType:
         """Of a matrix, by its name in a file or in torch."""

@@ -54,14 +54,14 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class _Target:
-    """What a head must know of its target.  words: its vocabulary, as keys of GGUF."""
+    """What a head must know of its target."""
 
     source: Source
     architecture: str
     n_layers: int
     n_embd: int
     n_vocab: int
-    words: Metadata
+    words: Metadata  # its vocabulary, as keys of GGUF
 
     @classmethod
     def of(cls, source: Source) -> _Target:

@@ -88,12 +88,12 @@ class GenaiTarget(ExportTarget):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model of a package. name: of its file."""
+    """A model of a package."""
 
     file: ModelFile
     spec: ModelSpec
     graph: Graph
-    name: str
+    name: str  # of its file
 
 
 @dataclass(frozen=True)

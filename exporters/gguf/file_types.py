@@ -22,11 +22,11 @@ QUANTIZATION_VERSION = 2  # general.quantization_version of the block layouts th
 
 @dataclass(frozen=True)
 class FileType:
-    """A kind of file.  number: general.file_type.  type: of most matrices."""
+    """A kind of file."""
 
     name: str
-    number: int
-    type: GGMLType
+    number: int  # general.file_type
+    type: GGMLType  # of most matrices
 
 
 FILE_TYPES = {
@@ -173,11 +173,11 @@ def _more_bits(layer: int, n_layers: int) -> bool:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the choice needs to know of a model.  n_shared: query heads for each head of keys."""
+    """What the choice needs to know of a model."""
 
     n_layers: int
     n_experts: int
-    n_shared: int
+    n_shared: int  # query heads for each head of keys
     is_tied: bool
     is_70b: bool
     n_values: int
@@ -208,12 +208,12 @@ class _Model:
 
 @dataclass
 class _Choice:
-    """The choice of types, tensor by tensor in llama.cpp's order.  seen: tensors of each category so far."""
+    """The choice of types, tensor by tensor in llama.cpp's order."""
 
     kind: FileType
     model: _Model
     has_imatrix: bool
-    seen: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)  # tensors of each category so far
 
     def type_of(self, tensor: SourceTensor) -> GGMLType:
         if not is_quantised(tensor):

@@ -124,19 +124,16 @@ def _checked(job: GgufJob, written: Path) -> Checked:
 
 @dataclass(frozen=True)
 class GgufJob:
-    """A file that is to be written.
-
-    types: of each tensor.  imatrix: the file of the importance matrix.  imatrix_bytes: what it takes in memory.
-    notes, facts: for the plan and the manifest.
-    """
+    """A file that is to be written."""
 
     request: Request
     source: Source
-    types: Mapping[str, GGMLType]
+    types: Mapping[str, GGMLType]  # of each tensor
     tensors: Sequence[Tensor]
     layout: Layout
-    imatrix: Path | None = None
-    imatrix_bytes: int = 0
+    imatrix: Path | None = None  # the file of the importance matrix
+    imatrix_bytes: int = 0  # what it takes in memory
+    # notes, facts: for the plan and the manifest
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 

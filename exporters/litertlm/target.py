@@ -82,15 +82,14 @@ class LitertlmTarget:
 
 @dataclass(frozen=True)
 class Package:
-    """What goes into a file. template: rewritten, None where the model has none.  adds_bos: whether the runtime begins
-    each text with the begin token."""
+    """What goes into a file."""
 
     file: ModelFile
     spec: ModelSpec
     tokenizer: Tokenizer
     model: Model
-    template: str | None
-    adds_bos: bool
+    template: str | None  # rewritten, None where the model has none
+    adds_bos: bool  # whether the runtime begins each text with the begin token
     n_ctx: int
 
     @property

@@ -83,21 +83,17 @@ _BITS = {Type.FLOAT32: 32, Type.FLOAT16: 16, Type.INT32: 32, Type.BOOL: 8, Type.
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of the file, whose bytes are made when they are written.
-
-    pieces: arrays that stand one after the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
-    one scale a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
-    tensor: of the model, that it is made of.
-    """
+    """A tensor of the file, whose bytes are made when they are written."""
 
     name: str
     type: Type
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Array]]
+    pieces: Callable[[], Iterable[Array]]  # arrays that stand one after the other
+    # gives the (n_out,) float32 of a quantised matrix with one scale a row
     row_scales: Callable[[], NDArray[np.float32]] | None = None
-    block_scales: Constant | None = None
+    block_scales: Constant | None = None  # float16 (n_out, n_in / block_size) of one with a scale for each run of a row
     block_size: int = 0
-    tensor: str | None = None
+    tensor: str | None = None  # of the model, that it is made of
 
     @classmethod
     def of(cls, name: str, array: Array) -> Constant:

@@ -25,15 +25,15 @@ _LARGE = 1 << 15  # sizes that int16 does not hold
 
 @dataclass(frozen=True)
 class Placed:
-    """A matrix in the file. Offsets and sizes in bytes; bits: 16 for half floats, else of a code; block: of a run."""
+    """A matrix in the file. Offsets and sizes are in bytes."""
 
     offset: int
     header: int
     codes: int
     scales: int
     bias: int
-    bits: int
-    block: int
+    bits: int  # 16 for half floats, else of a code
+    block: int  # of a run
     shape: tuple[int, int]
     has_bases: bool
 

@@ -81,12 +81,12 @@ class PteTarget(ExportTarget):
 
 @dataclass(frozen=True)
 class _Package:
-    """four_bits: whether matrices are rounded to 4 bits in groups of 32; else all is float32."""
+    """What a request makes of a model."""
 
     file: ModelFile
     spec: ModelSpec
     n_ctx: int
-    four_bits: bool
+    four_bits: bool  # whether matrices are rounded to 4 bits in groups of 32; else all is float32
 
     @property
     def layer_cost(self) -> tuple[int, int]:

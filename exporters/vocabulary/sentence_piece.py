@@ -26,15 +26,13 @@ _BPE = 2
 
 @dataclass
 class SentencePieceModel:
-    """What a file says, with the defaults of SentencePiece.
+    """What a file says, with the defaults of SentencePiece."""
 
-    pieces: (text, score, type) by id.  ids: of tokens with a role, those below 0 left out.
-    """
-
-    pieces: list[tuple[str, float, int]] = field(default_factory=list)
+    pieces: list[tuple[str, float, int]] = field(default_factory=list)  # (text, score, type) by id
     model_type: int = 1
     byte_fallback: bool = False
     suffix_spaces: bool = False
+    # of tokens with a role, those below 0 left out
     ids: dict[str, int] = field(default_factory=lambda: {"unknown": 0, "bos": 1, "eos": 2})
     has_charsmap: bool = False
     adds_space: bool = True

@@ -20,20 +20,17 @@ from edgeinfer.hls.geometry import Geometry
 
 @dataclass(frozen=True)
 class Design:
-    """What is built on a board.
-
-    n_engines: each computes for a token of its own with the same weights, so that a pass takes n_engines tokens of a
-    prompt, or of a draft to verify.  attention_lanes: multiply-adds a cycle of attention in the fabric, 0 where the
-    processor does it.  ternary_head: a first stage of the output matrix of 1.6 bits a weight, whose best rows are
-    computed again in int8.  embeddings: their type in the board's memory.
-    """
+    """What is built on a board."""
 
     board: Board
     geometry: Geometry
+    # each computes for a token of its own with the same weights, so that a pass takes n_engines tokens of a prompt, or
+    # of a draft to verify
     n_engines: int = 1
-    attention_lanes: int = 0
+    attention_lanes: int = 0  # multiply-adds a cycle of attention in the fabric, 0 where the processor does it
+    # a first stage of the output matrix of 1.6 bits a weight, whose best rows are computed again in int8
     ternary_head: bool = True
-    embeddings: Literal["int8", "bf16"] = "int8"
+    embeddings: Literal["int8", "bf16"] = "int8"  # their type in the board's memory
 
     def __post_init__(self) -> None:
         check_integer("the number of engines", self.n_engines, 1, 64)

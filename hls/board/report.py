@@ -16,19 +16,16 @@ PROMPTS = (64, 128, 512)  # tokens
 
 @dataclass(frozen=True)
 class Report:
-    """tokens: at the beginning and after a full context.  first_token: seconds by the tokens of a prompt.
-
-    floor: seconds of a token if reading were all.  memory: bytes by purpose.  room: against what the board has.
-    """
+    """What the model of a board says of a model."""
 
     work: Workload
     design: Design
     n_ctx: int
-    tokens: list[Token]
-    first_token: dict[int, float]
-    floor: float
-    memory: dict[str, int]
-    room: list[Room]
+    tokens: list[Token]  # at the beginning and after a full context
+    first_token: dict[int, float]  # seconds by the tokens of a prompt
+    floor: float  # seconds of a token if reading were all
+    memory: dict[str, int]  # bytes by purpose
+    room: list[Room]  # against what the board has
 
     @property
     def fits(self) -> bool:

@@ -117,17 +117,14 @@ OF_IK_LLAMA = {134: "IQ1_BN", 135: "IQ2_BN", 335: "IQ2_BN_R4"}  # ternary; their
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
-
-    offset: in bytes, from the start of the file.  part: index of that file in ModelFile.paths.
-    """
+    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLType
-    offset: int
+    offset: int  # in bytes, from the start of the file
     n_bytes: int
-    part: int
+    part: int  # index of that file in ModelFile.paths
 
     @property
     def n_elements(self) -> int:

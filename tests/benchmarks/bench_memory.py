@@ -27,14 +27,14 @@ MODELS = ("small", "middle", "large", "windows", "experts")
 
 @dataclass(frozen=True)
 class Cell:
-    """One load. draft: "model" is the middle model for the large one.  expert_cache: as for `load`."""
+    """One load."""
 
     model: str
     n_ctx: int
     cache_type: str = "f16"
-    draft: str = "none"
+    draft: str = "none"  # "model" is the middle model for the large one
     packed: bool = False
-    expert_cache: str = "auto"
+    expert_cache: str = "auto"  # as for `load`
 
 
 CELLS = (

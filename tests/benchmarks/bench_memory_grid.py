@@ -32,11 +32,11 @@ MEMORY = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Shape:
-    """A made-up model. tokenizer: "spm", "spm joined" with "▁" within pieces, "bpe", "bpe unordered", "bpe pairs"."""
+    """A made-up model."""
 
     architecture: str
     type: str
-    tokenizer: str
+    tokenizer: str  # "spm", "spm joined" with "▁" within pieces, "bpe", "bpe unordered", "bpe pairs"
     n_vocab: int
     n_embd: int
     n_layers: int
@@ -50,14 +50,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cell:
-    """One load. model: a name of SHAPES, or "smollm2".  more: further options of `load`."""
+    """One load."""
 
-    model: str
+    model: str  # a name of SHAPES, or "smollm2"
     n_ctx: int
     cache_type: str = "f16"
     draft: str = "none"
     packed: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)  # further options of `load`
 
     @property
     def name(self) -> str:

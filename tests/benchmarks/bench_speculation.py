@@ -72,10 +72,7 @@ PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.
 
 @dataclass
 class Run:
-    """One answer: tokens after the first and their seconds; forward passes, drafted and accepted tokens if known.
-
-    text: a checksum of the tokens, of ours.
-    """
+    """One answer: tokens after the first and their seconds; forward passes, drafted and accepted tokens if known."""
 
     n_tokens: int
     seconds: float
@@ -84,7 +81,7 @@ class Run:
     accepted: int = 0
     draft_seconds: float = 0.0
     prompt_seconds: float = 0.0
-    text: int | None = None
+    text: int | None = None  # a checksum of the tokens, of ours
 
 
 Contender = Callable[[list[int], int], Run]  # of a prompt and the seed

@@ -111,8 +111,9 @@ class _InitParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """A ggml. base, cpu: its libraries, which may be one."""
+    """A ggml."""
 
+    # base, cpu: its libraries, which may be one
     base: ctypes.CDLL
     cpu: ctypes.CDLL
 
@@ -133,11 +134,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Kind:
-    """A ternary type of a ggml. random: makes the bytes of an (n_out, n_in) matrix."""
+    """A ternary type of a ggml."""
 
     name: str
     number: int
-    random: Callable[[int, int, np.random.Generator], np.ndarray]
+    random: Callable[[int, int, np.random.Generator], np.ndarray]  # makes the bytes of an (n_out, n_in) matrix
 
     @classmethod
     def of(cls, kind: GGMLType) -> Kind:

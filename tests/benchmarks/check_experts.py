@@ -39,11 +39,11 @@ N_BATCH = 512
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the model. cache: "memory", "least" or percent.  source: "packed", "model" or "split"."""
+    """One way to run the model."""
 
-    cache: str
+    cache: str  # "memory", "least" or percent
     n_threads: int
-    source: str
+    source: str  # "packed", "model" or "split"
     prefetch: float | None = None  # share of a token's experts, None as the engine has it
 
     def __str__(self) -> str:

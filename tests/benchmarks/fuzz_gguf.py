@@ -63,10 +63,10 @@ def load_everything(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. verdict: loaded, refused, or what went wrong; error: the exception's name and text."""
+    """What became of a case."""
 
-    verdict: str
-    error: str = ""
+    verdict: str  # loaded, refused, or what went wrong
+    error: str = ""  # the exception's name and text
     exit_code: int = 0
     names_the_field: bool = False
     seconds: float = 0.0

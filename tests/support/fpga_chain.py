@@ -42,14 +42,14 @@ class ChainError(EdgeInferError):
 
 @dataclass(frozen=True)
 class Vectors:
-    """A matrix (n_out, n_in) of a folder with its golden vectors. x: (n, n_in).  y: (n, n_out)."""
+    """A matrix (n_out, n_in) of a folder with its golden vectors."""
 
     name: str
     n_out: int
     n_in: int
     stream: Bytes
-    x: Inputs
-    y: Sums
+    x: Inputs  # (n, n_in)
+    y: Sums  # (n, n_out)
 
 
 class Implementation(Protocol):

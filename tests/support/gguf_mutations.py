@@ -45,10 +45,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie. entries: (start of the key, start of the value, end) of each metadata entry."""
+    """Where things lie."""
 
     fields: tuple[Field, ...]
-    entries: dict[str, tuple[int, int, int]]
+    entries: dict[str, tuple[int, int, int]]  # (start of the key, start of the value, end) of each metadata entry
     infos_start: int
     header_end: int
     data_start: int
@@ -65,12 +65,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A damaged file. must_be_refused: it cannot be read soundly, however lenient the reader."""
+    """A damaged file."""
 
     family: str
     what: str
     data: bytes
-    must_be_refused: bool = False
+    must_be_refused: bool = False  # it cannot be read soundly, however lenient the reader
 
 
 class _Walk:

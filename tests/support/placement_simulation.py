@@ -74,12 +74,10 @@ def _one_of_each(wanted: Sequence[WantedExpert], on_gpu: frozenset[int]) -> Iter
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of the experts of all tokens after the prompt.
-
-    transfers, swaps: experts that were moved to the GPU because a token wanted them, and while the link was idle.
-    """
+    """Seconds of the experts of all tokens after the prompt."""
 
     seconds: float
+    # transfers, swaps: experts that were moved to the GPU because a token wanted them, and while the link was idle
     transfers: int
     swaps: int = 0
 

@@ -82,7 +82,7 @@ def write_tiny_head(
 
 @dataclass(frozen=True)
 class _Target:
-    """What a head is made from. session: None where nothing is to be fitted."""
+    """What a head is made from."""
 
     architecture: str
     name: str
@@ -92,7 +92,7 @@ class _Target:
     output: Floats
     output_norm: Floats
     embeddings: Floats
-    session: ReferenceSession | None
+    session: ReferenceSession | None  # None where nothing is to be fitted
 
     @classmethod
     def read(cls, path: Path, with_session: bool) -> _Target:
