@@ -18,7 +18,7 @@ class Distance(NamedTuple):
     agreement: float  # share with the same likeliest token
 
     def in_words(self, n_tokens: int) -> str:
-        """From a source, over so many tokens, for the user."""
+        """A sentence for the user: how far from a source, over so many tokens."""
         return (
             f"KL {self.divergence:.4f} nats a token against the source, {self.agreement:.1%} the same most likely "
             f"token, over {n_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Weights that are no numbers: what an export reads is looked at as it is read, and refused by name."""
+"""NaN and infinite weights: an export checks what it reads, and refuses a tensor that has any, by name."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def export_onnx(
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> list[Path]:
-    """Write a model, or a head for a target; gives the files, which are whole or not there, the model first.
+    """Write a model, or a head for a target; gives the files, the model first. They are written atomically.
 
     path: of the file, or a folder for a model.onnx; one that is not there and has another ending is made.
     n_ctx: positions that it has rotations for.  style: with operators of ONNX Runtime, or those of the standard alone.

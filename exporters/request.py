@@ -10,11 +10,11 @@ from typing import Any, Protocol, TypeAlias
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share of the bytes that is done
-Told: TypeAlias = Callable[[str, float], None]  # called with what is done, such as "losses: 3 of 9", and its share
+StepProgress: TypeAlias = Callable[[str, float], None]  # called with what is done, "losses: 3 of 9", and its share
 
 
-def untold(what: str, share: float) -> None:
-    """A `Told` of nobody."""
+def no_progress(what: str, share: float) -> None:
+    """Reports nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Request:
     cost: str | None = None  # of "auto": bound the time of a forward pass too, such as "verify:4" of one of 4 tokens
     draft: Path | str | None = None  # a model, a draft head, or "ngram"
     n_ctx: int | None = None  # None for the target's usual one
-    resume: bool = False  # go on with what an export that was stopped left
+    resume: bool = False  # resume an export that was stopped
     check: bool = True  # whether what was written is run
     more: Mapping[str, Any] = field(default_factory=dict)  # options of one target, by name
-    told: Told = field(default=untold, compare=False, repr=False)  # is told what a plan measures, while it does
+    # called with what a plan measures, while it does
+    report: StepProgress = field(default=no_progress, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def open_target(name: str) -> ExportTarget:
 
 
 class Watched:
-    """A target whose plan and output are of sources that stayed what they were, from the plan on."""
+    """A target that refuses to go on if its sources change after the plan."""
 
     def __init__(self, target: ExportTarget) -> None:
         self._target = target

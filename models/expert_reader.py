@@ -123,7 +123,7 @@ class ExpertReader:
         }
 
     def _router_function(self) -> RouterFunction:
-        """What the key says, if the architecture reads it; else the one that there is, which it must not contradict."""
+        """What the key says, if the architecture reads it; else the recipe's, which the key must not contradict."""
         own, key = self._recipe.router_function, "expert_gating_func"
         known = _FUNCTIONS if key in self._recipe.reads else {i: name for i, name in _FUNCTIONS.items() if name == own}
         number = self._keys.integer(key, 0, 1 << 16, default=0)  # 0 says nothing

@@ -15,7 +15,7 @@ from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.target import TargetText
 from edgeinfer.exporters.auto.trial import Measured, Types, digest_of
-from edgeinfer.exporters.request import Told, untold
+from edgeinfer.exporters.request import StepProgress, no_progress
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.speculation.other_work import LoadMeter, MachineClock
@@ -26,7 +26,7 @@ class Drafter(Protocol):
     """A draft model or a draft head."""
 
     n_tokens: int  # of the passes in which it drafts
-    subjects: Sequence[Subject]  # the tensors chosen for
+    subjects: Sequence[Subject]  # the tensors whose formats are chosen
     importance: Importance  # with which they are rounded
 
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
@@ -38,7 +38,7 @@ class Drafter(Protocol):
         ...
 
     def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
-        """The drafts in these margins, (n_starts, n_depths)."""
+        """The margins of drafted chains, (n_starts, n_depths)."""
         ...
 
     def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
@@ -46,7 +46,7 @@ class Drafter(Protocol):
         ...
 
     def seconds(self, types: Types) -> float:
-        """The latter alone."""
+        """Seconds of such a pass alone."""
         ...
 
 
@@ -89,14 +89,14 @@ class DraftSearch:
         self._expected: Expected | None = None
         self._overhead = 0.0  # seconds of a pass beside its products
 
-    def measure(self, told: Told = untold) -> None:
+    def measure(self, report: StepProgress = no_progress) -> None:
         """Measure the loss of every tensor, and what a pass takes beside its products."""
-        self._search.measure(told)
+        self._search.measure(report)
         self._overhead = self._measured_overhead()
 
-    def choose(self, n_bytes: float, told: Told = untold) -> Mix:
+    def choose(self, n_bytes: float, report: StepProgress = no_progress) -> Mix:
         """The types with the highest rate in at most so many bytes; the closest decisions are measured again."""
-        return self._search.refine(Limits(n_bytes, self._drafter.n_tokens), told)
+        return self._search.refine(Limits(n_bytes, self._drafter.n_tokens), report)
 
     def allocate(self, n_bytes: float) -> Mix:
         """The same by the measurements so far."""
@@ -120,11 +120,11 @@ class DraftSearch:
 
     @property
     def subjects(self) -> Sequence[Subject]:
-        """The tensors that are chosen for."""
+        """The tensors whose formats are chosen."""
         return self._drafter.subjects
 
     def n_bytes(self, types: Types) -> int:
-        """Of the tensors that are chosen for."""
+        """Of the tensors whose formats are chosen."""
         return self._search.n_bytes(types)
 
     def uniform(self) -> dict[str, Types]:
@@ -135,10 +135,10 @@ class DraftSearch:
         return {type.name: uniform(subjects, type) for type in names}
 
     def compare(
-        self, mixes: Mapping[str, Types], texts: Sequence[TargetText], told: Told = untold
+        self, mixes: Mapping[str, Types], texts: Sequence[TargetText], report: StepProgress = no_progress
     ) -> dict[str, tuple[Drafted, float]]:
         """What each of some mixes gives on other texts, and how many cores others used while it was timed."""
-        pace, found = Pace("other texts", "drafters", [1.0] * len(mixes), told), {}
+        pace, found = Pace("other texts", "drafters", [1.0] * len(mixes), report), {}
         for name, types in mixes.items():
             key = f"drafted {digest_of(types)}"
             known = self._known(key)

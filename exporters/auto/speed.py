@@ -130,7 +130,7 @@ def _made_up(shape: tuple[int, int], type: GGMLType) -> list[_core.PackedMatrix]
 
 
 def drafted_tokens(subjects: Sequence[Subject], n_bytes: float, speeds: Speeds) -> int:
-    """Tokens of the passes with the most expected tokens a millisecond, for the usual acceptance and free drafts.
+    """Tokens of the pass expected to verify fastest, at the usual acceptance rate and with drafts that cost nothing.
 
     Passes are those of the largest uniform format that fits into n_bytes, or of the smallest one.
     """

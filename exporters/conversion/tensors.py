@@ -34,12 +34,12 @@ def tensors(model: Model) -> list[SourceTensor]:
 
 
 def named(model: Model, theirs: str, ours: str) -> SourceTensor:
-    """A tensor that has one of its own in GGUF."""
+    """A tensor that becomes one tensor of the GGUF file."""
     return finished(model, replace(model.take(theirs), name=ours))
 
 
 def finished(model: Model, tensor: SourceTensor) -> SourceTensor:
-    """What all tensors go through that have their name in GGUF."""
+    """The last steps of every tensor, once it has its GGUF name."""
     recipe, name = model.recipe, tensor.name
     if recipe.norm_shift and name.endswith("norm.weight"):
         tensor = rows.shifted(tensor, recipe.norm_shift)

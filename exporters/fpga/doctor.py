@@ -99,7 +99,7 @@ def _phase_faults(folder: BoardFolder) -> Iterator[str]:
                 f"{found}; manifest.json was changed"
             )
             if tensor is None:
-                return  # the layers after it would be told one by one
+                return  # the layers after it would be reported one by one
     others = [
         each.name for each in folder.manifest.tensors if each.layer is not None and each.layer >= facts["n_layers"]
     ]

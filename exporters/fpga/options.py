@@ -27,7 +27,7 @@ class BoardOptions:
     geometry: Geometry
     n_golden: int  # golden vectors of each matrix of some layers
     embeddings: EmbeddingType
-    rescored: int  # tokens that the ternary first stage of the output matrix lets through, 0 without that stage
+    rescored: int  # shortlist of the output matrix: ternary picks so many tokens, int8 rescores them; 0 without ternary
     n_ctx: int | None  # None for the usual one
 
     @classmethod

@@ -222,9 +222,9 @@ class _Choice:
         if is_float:
             return self.kind.type
         is_kept = tensor.type in TERNARY_TYPES or tensor.type == GGMLType.MXFP4
-        return tensor.type if is_kept else fitting(self._wanted(tensor), tensor.n_in)
+        return tensor.type if is_kept else fitting(self._by_category(tensor), tensor.n_in)
 
-    def _wanted(self, tensor: SourceTensor) -> GGMLType:
+    def _by_category(self, tensor: SourceTensor) -> GGMLType:
         """The type by category, whether or not the rows fit it."""
         category = _category(tensor.name)
         if category == "output" or (category == "token_embd" and self.model.is_tied):

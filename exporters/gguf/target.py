@@ -253,7 +253,7 @@ def _made_imatrix(source: Source, request: Request) -> Path:
     from edgeinfer.exporters.calibration.collect import imatrix_beside
 
     whole = source.whole if isinstance(source, DraftVocabSource) else source
-    return imatrix_beside(whole, request.out, request.calibration, request.told)
+    return imatrix_beside(whole, request.out, request.calibration, request.report)
 
 
 def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, MetadataValue]:

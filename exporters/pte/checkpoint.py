@@ -24,7 +24,7 @@ _BLOCKS: dict[type, tuple[str, ...]] = {
 
 
 def params_of(file: ModelFile, spec: ModelSpec) -> dict[str, Any]:
-    """The content of params.json. Raises UnsupportedModel for what the exporter has no word for."""
+    """The content of params.json. Raises UnsupportedModel for what the exporter cannot express."""
     if spec.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{file.path}: ExecuTorch gets {known} from here: found {spec.architecture!r}")
