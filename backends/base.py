@@ -1,4 +1,5 @@
-"""The protocols of backends: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one text each.
+"""The protocols of backends: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one sequence
+each.
 
 Positions are logical: token i of a chain is at position n_past + i, a node of a draft tree at n_past + its depth.
 `forward` does not change what is committed; `commit` does, along one path through the rows of the last forward.
@@ -30,16 +31,17 @@ def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
     return inner if outer is None else lambda tokens, forward: outer(tokens, lambda: inner(tokens, forward))
 
 
-# ---- models and the state of texts -----------------------------------------------------------------------------------
+# ---- models and the state of sequences -------------------------------------------------------------------------------
 
 
 class Session(Protocol):
-    """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time."""
+    """The state of one sequence: its KV cache, and rows of the last forward. Not thread-safe: one call at a time."""
 
-    n_ctx: int  # positions that the text may have
-    # most tokens of a tree, and most uncommitted tokens where the model has windows; `run_text` runs longer texts
+    n_ctx: int  # positions that the sequence may have
+    # most tokens of a tree, and most uncommitted tokens where the model has windows; `run_sequence` runs longer
+    # sequences
     n_batch: int
-    model: Model  # whose text this is
+    model: Model  # whose sequence this is
 
     @property
     def spec(self) -> ModelSizes:
@@ -72,7 +74,7 @@ class Session(Protocol):
     def commit(self, path: ArrayLike) -> None:
         """Keep these rows of the last forward, in order, each the child of the one before; drop the rest.
 
-        path: (m,) int, may be empty. Raises ShapeError if the rows are no path from the committed text.
+        path: (m,) int, may be empty. Raises ShapeError if the rows are no path from the committed sequence.
         """
         ...
 
@@ -80,18 +82,18 @@ class Session(Protocol):
         """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
         It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
-        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the text was
-        last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees and
-        ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
+        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the sequence
+        was last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees
+        and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """Make the longest prefix of these tokens that is still held the committed text; returns its length.
+        """Make the longest prefix of these tokens that is still held the committed sequence; returns its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before an earlier call, may be found again. A
-        backend whose logits depend on how a text was cut into passes reuses nothing and returns 0, so that a request
-        gives the same text whatever was asked before.
+        backend whose logits depend on how a sequence was cut into passes reuses nothing and returns 0, so that a
+        request gives the same tokens whatever was asked before.
         """
         ...
 
@@ -104,13 +106,13 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the memory of this text. Further calls raise. The model stays."""
+        """Free the memory of this sequence. Further calls raise. The model stays."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of one text in a forward pass; see Session.forward for the fields."""
+    """The part of one sequence in a forward pass; see Session.forward for the fields."""
 
     session: Any  # of the model that runs the pass
     tokens: ArrayLike
@@ -122,7 +124,7 @@ class Rows:
 
 
 class Model(Protocol):
-    """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time."""
+    """Weights and threads, shared by the sessions of several sequences. Not thread-safe: one pass at a time."""
 
     n_ctx: int  # most positions of a session
     n_batch: int  # most tokens in one pass
@@ -133,14 +135,14 @@ class Model(Protocol):
         ...
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> Session:
-        """The state of a new text. None: as planned. Raises InvalidArgument."""
+        """The state of a new sequence. None: as planned. Raises InvalidArgument."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """Run rows of several texts, each session once, in one pass if the backend can; one Output per text.
+        """Run rows of several sequences, each session once, in one pass if the backend can; one Output per sequence.
 
-        The logits of a row are the same bits, whichever rows of other texts are in the pass. Raises as Session.forward;
-        if the pass had begun, no session has pending rows.
+        The logits of a row are the same bits, whichever rows of other sequences are in the pass. Raises as
+        Session.forward; if the pass had begun, no session has pending rows.
         """
         ...
 
@@ -284,12 +286,12 @@ class BranchingSession(Session, Protocol):
 class HeadSession(Protocol):
     """A draft head with its KV cache (edgeinfer.models.draft_head). Not thread-safe.
 
-    Position i of its text is the pair of the target's feature of position i and the token of position i + 1.
+    Position i of its sequence is the pair of the target's feature of position i and the token of position i + 1.
     """
 
     n_ctx: int
     n_batch: int
-    model: HeadModel  # whose text this is
+    model: HeadModel  # whose sequence this is
 
     @property
     def spec(self) -> HeadSpec:
@@ -379,11 +381,11 @@ class HeadModel(Protocol):
     spec: HeadSpec
 
     def session(self, n_ctx: int | None = None) -> HeadSession:
-        """The state of a new text; see Model.session."""
+        """The state of a new sequence; see Model.session."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward; each text has features."""
+        """See Model.forward; each sequence has features."""
         ...
 
     def combine(self, rows: ArrayLike) -> Features:
@@ -403,10 +405,10 @@ class HeadModel(Protocol):
         ...
 
 
-# ---- texts of any length ---------------------------------------------------------------------------------------------
+# ---- sequences of any length -----------------------------------------------------------------------------------------
 
 
-def run_text(
+def run_sequence(
     session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
 ) -> Output:
     """Run and commit tokens after the committed ones, n_batch at a time; returns what one forward would have given.

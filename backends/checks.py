@@ -92,7 +92,7 @@ def check_taps(hidden: bool | Sequence[int], n_layers: int) -> tuple[int, ...]:
 
 
 def check_path(path: ArrayLike, parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rows (m,) int32 that form a path from the committed text through the last batch. Raises ShapeError."""
+    """Rows (m,) int32 that form a path from the committed sequence through the last batch. Raises ShapeError."""
     rows = np.asarray(path, dtype=np.int64)
     if rows.ndim != 1:
         raise ShapeError(f"path must be a 1-D array of rows: found shape {rows.shape}")
@@ -151,7 +151,7 @@ def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens at the start in which two texts agree."""
+    """Number of tokens at the start in which two sequences agree."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
     return int(differing[0]) if differing.size else n

@@ -1,6 +1,6 @@
 """Models, draft heads and sessions on a device: the common part of the OpenCL and ONNX backends.
 
-A backend provides a `DeviceDecoder`, which runs batches of tokens with the KV cache of a text. This module makes
+A backend provides a `DeviceDecoder`, which runs batches of tokens with the KV cache of a sequence. This module makes
 sessions of it: committed and pending rows, passes cut into batches, chains and trees, interruption and closing.
 """
 
@@ -164,7 +164,7 @@ class DeviceModel(DeviceWeights[_Decoder], Model):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. One text after the other."""
+        """See Model.forward. One sequence after the other."""
         return forward_in_turn(self, batch)
 
     def checked_size(self, n_ctx: int | None, cache_type: CacheType | None) -> int:
@@ -189,7 +189,7 @@ class DeviceHeadModel(DeviceWeights[_Decoder], HeadModel):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See HeadModel.forward. One text after the other."""
+        """See HeadModel.forward. One sequence after the other."""
         return heads_in_turn(self, batch)
 
     @override
@@ -199,11 +199,11 @@ class DeviceHeadModel(DeviceWeights[_Decoder], HeadModel):
         return check_features(rows, len(np.asarray(rows)), self.spec.n_rows)
 
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
+# ---- sequences -------------------------------------------------------------------------------------------------------
 
 
-class DeviceText(OfOneProcess, Generic[_Decoder]):
-    """The state of one text: what sessions of models and of draft heads have in common."""
+class DeviceSequence(OfOneProcess, Generic[_Decoder]):
+    """The state of one sequence: what sessions of models and of draft heads have in common."""
 
     def __init__(self, weights: DeviceWeights[_Decoder], n_ctx: int) -> None:
         self.n_ctx = n_ctx
@@ -293,7 +293,7 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
         return self._weights.decoder
 
 
-class DeviceSession(DeviceText[_Decoder], Session):
+class DeviceSession(DeviceSequence[_Decoder], Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: DeviceModel[_Decoder], n_ctx: int) -> None:
@@ -324,11 +324,11 @@ class DeviceSession(DeviceText[_Decoder], Session):
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Finds nothing: the logits after a text would depend on how it came there."""
+        """See Session.reuse_prefix. Finds nothing: the logits after a sequence would depend on how it came there."""
         return self.truncate(0)
 
 
-class DeviceHeadSession(DeviceText[_Decoder], HeadSession):
+class DeviceHeadSession(DeviceSequence[_Decoder], HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: DeviceHeadModel[_Decoder], n_ctx: int) -> None:

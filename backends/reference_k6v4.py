@@ -2,7 +2,7 @@
 native's kv_head.h and attention_block.cpp).
 
 Scores of transformed queries with transformed keys are those of queries with keys. A bias of the keys is held as it is:
-its turned values depend on the position only, not on the text.
+its turned values depend on the position only, not on the sequence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What llama.cpp remembers of a text and its branches."""
+"""What llama.cpp remembers of a sequence and its branches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Cache:
-    """What llama.cpp remembers of texts, by sequence; sequence 0 is the committed one.
+    """What llama.cpp remembers, by sequence; sequence 0 is the committed one.
 
     With cells, one a token, a sequence can be cut short and branches share what they have in common. Without, there is
     a state that is the sum of all tokens: passes then run on a copy, sequence 1, that is adopted whole or dropped.

@@ -50,7 +50,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
     }
     position = cutter.take<int32_t>(n);
-    text = cutter.take<int32_t>(n);
+    sequence = cutter.take<int32_t>(n);
 }
 
 void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {

@@ -109,7 +109,7 @@ struct Activations {
         float *tiles, *within;  // see KeyTurns
     };
     std::vector<Turns> turns;
-    int32_t *position, *text;  // (n_batch,): logical positions; which text of the pass
+    int32_t *position, *sequence;  // (n_batch,): logical positions; which sequence of the pass
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.

@@ -92,12 +92,12 @@ void Decoder::add_layer(int index, int& n_with_experts) {
 
 // ---- the forward pass ----------------------------------------------------------------------------------------------
 
-bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits,
+bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* rows, int n_rows, float* logits,
                       uint64_t interrupts, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
-    for (const TextRows& text : texts) pass.add(text);
+    for (const SequenceRows& sequence : sequences) pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
@@ -107,16 +107,16 @@ bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int 
     stop_.store(false);
     if (interrupts_.load() != interrupts)
         return false;  // in this order: an interrupt is seen here, or sets stop_ after it
-    for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
+    for (const Sequence& sequence : pass.sequences) sequence.rows.state->reserve(sequence.slot(sequence.last()));
     return run_by_all(pass);
 }
 
-bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
-                           float* logits, const std::function<bool()>& poll) {
+bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows,
+                           int n_rows, float* logits, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
-    pass.add(text);
+    pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
@@ -124,7 +124,7 @@ bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x
     pass.start = x;
     begin(pass);
     stop_.store(false);
-    text.state->reserve(text.n);
+    sequence.state->reserve(sequence.n);
     return run_by_all(pass);
 }
 
@@ -141,7 +141,7 @@ bool Decoder::run_by_all(const Pass& pass) {
 
 void Decoder::begin(const Pass& pass) {
     weights_->wait_until_mapped();
-    last_rows_.begin(pass.texts, pass.n);
+    last_rows_.begin(pass.sequences, pass.n);
     if (!store_) return;
     store_->begin_pass();
     predictor_->begin_pass();
@@ -166,20 +166,20 @@ void Decoder::embed(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
     pass.for_items(thread, pass.n, [&](int c) {
-        const Text& text = pass.text_of(c);
-        const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
+        const Sequence& sequence = pass.sequence_of(c);
+        const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - sequence.first);
         if (pass.start) {
             std::memcpy(b.x + at, pass.start + static_cast<size_t>(c) * n_embd, sizeof(float) * n_embd);
             return set_angles(pass, c);
         }
         try {
-            embedding_.read(text.rows.tokens[i], b.x + at);
+            embedding_.read(sequence.rows.tokens[i], b.x + at);
         } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
             pass.fail(error.what());
             return;
         }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
-        if (front_) std::memcpy(b.feature + at, text.rows.features + i * n_embd, sizeof(float) * n_embd);
+        if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);
     });
 }
@@ -187,7 +187,7 @@ void Decoder::embed(const Pass& pass, int thread) const {
 void Decoder::set_angles(const Pass& pass, int c) const {
     for (size_t r = 0; r < config_.ropes.size(); r++) {
         const Rope& rope = config_.ropes[r];
-        const std::vector<double>& frequencies = rope.of_context(pass.text_of(c).rows.n_ctx);
+        const std::vector<double>& frequencies = rope.of_context(pass.sequence_of(c).rows.n_ctx);
         const Activations::Angles& angles = pass.b.angles[r];
         const size_t at = static_cast<size_t>(c) * angles.n_pairs;
         for (size_t i = 0; i < angles.n_pairs; i++) {
@@ -199,18 +199,18 @@ void Decoder::set_angles(const Pass& pass, int c) const {
     }
 }
 
-// Copies x to the texts that requested the output of this layer, and rms_norm(x) after the last one.
+// Copies x to the sequences that requested the output of this layer, and rms_norm(x) after the last one.
 void Decoder::tap(const Pass& pass, int thread, int layer) const {
     const Activations& b = pass.b;
     const float* norm = layer == config_.n_layers() ? output_norm_ : nullptr;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
-    for (const Text& text : pass.texts) {
-        const TextRows& rows = text.rows;
+    for (const Sequence& sequence : pass.sequences) {
+        const SequenceRows& rows = sequence.rows;
         for (int t = 0; t < rows.n_taps; t++) {
             if (rows.tapped[t] != layer) continue;
             float* out = rows.taps + static_cast<size_t>(t) * rows.tap_stride;
             pass.for_items(thread, rows.n, [&](int i) {
-                const size_t at = static_cast<size_t>(text.first + i) * b.ld_embd;
+                const size_t at = static_cast<size_t>(sequence.first + i) * b.ld_embd;
                 if (norm) kernels_.rms_norm(b.x + at, norm, config_.n_embd, config_.norm_epsilon, b.h + at);
                 const float* row = norm ? b.h + at : b.x + at;
                 std::memcpy(out + static_cast<size_t>(i) * n_embd, row, sizeof(float) * n_embd);
@@ -291,7 +291,7 @@ size_t Decoder::expert_bytes_of_row() const {
     return n_bytes;
 }
 
-void Decoder::commit_experts(const TextState& state, std::span<const int32_t> path) {
+void Decoder::commit_experts(const SequenceState& state, std::span<const int32_t> path) {
     const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
     if (!lock || !store_ || !last_rows_.commit(state, path)) return;
     for_experts([&](int layer, const ExpertsBlock& block) {
@@ -319,7 +319,7 @@ size_t Decoder::part_bytes(int n_parts, int part) const {
     return n_bytes;
 }
 
-double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) {
+double Decoder::seconds_of_part(SequenceState& state, int n, int n_parts, int part) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const size_t n_tokens = static_cast<size_t>(n);
     std::vector<int32_t> tokens(n_tokens, 0), parents(n_tokens), rows(n_tokens);

@@ -1,4 +1,4 @@
-"""Loaded models: weights, threads and activations, which sessions of several texts share."""
+"""Loaded models: weights, threads and activations, which sessions of several sequences share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.expert_cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
-from edgeinfer.backends.native.passes import JointPass, TextRows
-from edgeinfer.backends.native.session import NativeSession, NativeText
+from edgeinfer.backends.native.passes import JointPass, SequenceRows
+from edgeinfer.backends.native.session import NativeSequence, NativeSession
 from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.errors import EdgeInferError
@@ -153,23 +153,23 @@ class NativeDecoder(OfOneProcess):
         for file in self._files:
             file.check()
 
-    def state(self, n_ctx: int, cache_type: CacheType) -> _core.TextState:
-        """The state of a new text of this model."""
+    def state(self, n_ctx: int, cache_type: CacheType) -> _core.SequenceState:
+        """The state of a new sequence of this model."""
         self.check_open()
-        return _core.TextState(self._config, _core.KvType[cache_type], n_ctx)
+        return _core.SequenceState(self._config, _core.KvType[cache_type], n_ctx)
 
-    def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
-        """Run rows of several texts that were checked. Raises Interrupted, ModelFileChanged."""
+    def _run(self, sequences: Sequence[NativeSequence], batch: Sequence[SequenceRows]) -> list[Output]:
+        """Run rows of several sequences that were checked. Raises Interrupted, ModelFileChanged."""
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
-        for text in texts:
-            text.drop_pending()
+        for sequence in sequences:
+            sequence.drop_pending()
         if self.watcher is None:
             joint.run(self.n_batch)
         else:
             self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
         self.check_files()
-        for text, rows in zip(texts, batch, strict=True):
-            text.set_pending(rows)
+        for sequence, rows in zip(sequences, batch, strict=True):
+            sequence.set_pending(rows)
         return joint.outputs()
 
 
@@ -195,7 +195,7 @@ class NativeModel(NativeDecoder, Model):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. Rows of all texts go through the layers together, n_batch per pass.
+        """See Model.forward. Rows of all sequences go through the layers together, n_batch per pass.
 
         Chains are cut where a pass is full, trees are not.
         """
@@ -260,14 +260,14 @@ class NativeModel(NativeDecoder, Model):
         self.decoder().set_tier(tier)
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
-        """What is tuned of this model, with a text of its own for passes of up to n_tokens."""
+        """What is tuned of this model, with a sequence of its own for passes of up to n_tokens."""
         return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
 
 
 class TunedDecoder(Tunable):
-    """See tuning.Tunable. state: of the text whose passes are timed."""
+    """See tuning.Tunable. state: of the sequence whose passes are timed."""
 
-    def __init__(self, decoder: _core.Decoder, state: _core.TextState) -> None:
+    def __init__(self, decoder: _core.Decoder, state: _core.SequenceState) -> None:
         self._decoder = decoder
         self._state = state
         self.streams_at_once = decoder.streams_at_once

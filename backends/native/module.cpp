@@ -157,7 +157,7 @@ NB_MODULE(_core, m) {
     bind_top_k(m);
     bind_weights(m);
     bind_config(m);
-    bind_text_state(m);
+    bind_sequence_state(m);
     bind_experts(m);
     bind_disk_experts(m);
     bind_decoder(m);

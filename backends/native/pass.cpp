@@ -4,16 +4,16 @@
 
 #include "product_device.h"
 
-void Pass::add(const TextRows& rows) {
-    Text text{rows, n, rows.state->n_past(), true};
-    for (int i = 0; i < rows.n_pending + rows.n; i++) text.chain = text.chain && rows.parents[i] == i - 1;
+void Pass::add(const SequenceRows& rows) {
+    Sequence sequence{rows, n, rows.state->n_past(), true};
+    for (int i = 0; i < rows.n_pending + rows.n; i++) sequence.chain = sequence.chain && rows.parents[i] == i - 1;
     for (int i = 0; i < rows.n; i++) {
-        int depth = text.chain ? rows.n_pending + i : 0;
-        for (int row = rows.n_pending + i; !text.chain && rows.parents[row] >= 0; row = rows.parents[row]) depth++;
-        b.position[n + i] = text.base + depth;
-        b.text[n + i] = static_cast<int32_t>(texts.size());
+        int depth = sequence.chain ? rows.n_pending + i : 0;
+        for (int row = rows.n_pending + i; !sequence.chain && rows.parents[row] >= 0; row = rows.parents[row]) depth++;
+        b.position[n + i] = sequence.base + depth;
+        b.sequence[n + i] = static_cast<int32_t>(sequences.size());
     }
-    texts.push_back(text);
+    sequences.push_back(sequence);
     n += rows.n;
 }
 

@@ -1,7 +1,7 @@
-// One forward pass: the rows of one or several texts, and how the threads work on them together.
+// One forward pass: the rows of one or several sequences, and how the threads work on them together.
 //
-// A row's results depend on its own text only: products compute each column independently, and attention is cut at the
-// borders of texts.
+// A row's results depend on its own sequence only: products compute each column independently, and attention is cut at
+// the borders of sequences.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +19,13 @@
 #include "pool.h"
 #include "text_state.h"
 
-// The rows of one text: n tokens after n_pending ones of the forwards before, that are not committed. parents:
-// (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are
-// n_batch at most. n_ctx: positions that the text may have. features: (n, n_embd) for a decoder with a front. taps:
-// (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers `tapped`;
-// layer n_layers stands for what the output matrix reads.
-struct TextRows {
-    TextState* state;
+// The rows of one sequence: n tokens after n_pending ones of the forwards before, that are not committed. parents:
+// (n_pending + n,), the row that each of both follows, or -1 for the committed sequence; unless all are a chain, they
+// are n_batch at most. n_ctx: positions that the sequence may have. features: (n, n_embd) for a decoder with a front.
+// taps: (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers
+// `tapped`; layer n_layers stands for what the output matrix reads.
+struct SequenceRows {
+    SequenceState* state;
     int n_ctx;
     const int32_t *tokens, *parents;
     int n, n_pending;
@@ -36,9 +36,9 @@ struct TextRows {
     size_t tap_stride;
 };
 
-// Where a text's rows are in a pass. base: its committed slots.
-struct Text {
-    TextRows rows;
+// Where a sequence's rows are in a pass. base: its committed slots.
+struct Sequence {
+    SequenceRows rows;
     int first, base;
     bool chain;
 
@@ -54,10 +54,10 @@ public:
         : config(config), kernels(kernels), pool(pool), b(activations), stop_(stop), poll_(poll) {}
 
     // Its tokens come after those that were added before.
-    void add(const TextRows& rows);
+    void add(const SequenceRows& rows);
 
     bool alone() const { return n == 1; }
-    const Text& text_of(int c) const { return texts[static_cast<size_t>(b.text[c])]; }
+    const Sequence& sequence_of(int c) const { return sequences[static_cast<size_t>(b.sequence[c])]; }
 
     bool is_stopped() const { return stop_.load(std::memory_order_relaxed); }
     void stop() const { stop_.store(true, std::memory_order_relaxed); }
@@ -122,9 +122,9 @@ public:
     const Kernels& kernels;
     Pool& pool;
     const Activations& b;
-    std::vector<Text> texts;
+    std::vector<Sequence> sequences;
     int n = 0;
-    const int32_t* rows = nullptr;  // whose logits are requested, counted over all texts
+    const int32_t* rows = nullptr;  // whose logits are requested, counted over all sequences
     int n_rows = 0;
     float* logits = nullptr;
     InputSquares* squares = nullptr;  // null where they are not recorded

@@ -28,8 +28,8 @@ _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more
 class OnnxBackend:
     """Runs models on an execution provider of ONNX Runtime: the one of `info`, else that of `choose_provider`.
 
-    For drafts: logits depend on how a text is cut, and on the provider. Raises BackendUnavailable where onnxruntime or
-    onnx is missing.
+    For drafts: logits depend on how a sequence is cut, and on the provider. Raises BackendUnavailable where onnxruntime
+    or onnx is missing.
     """
 
     name = "onnx"
@@ -80,7 +80,7 @@ def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, settings: LoadSettings
 
 
 class Cache:
-    """Keys and values of one text, and where its passes find them.
+    """Keys and values of one sequence, and where its passes find them.
 
     n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are requested.
     """

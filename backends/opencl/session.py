@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import Model, Progress
 from edgeinfer.backends.checks import check_parents, check_tokens
-from edgeinfer.backends.device_session import DeviceModel, DeviceSession, DeviceText, chain_batch
+from edgeinfer.backends.device_session import DeviceModel, DeviceSequence, DeviceSession, chain_batch
 from edgeinfer.backends.opencl.decoder import Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.drafting import draft_tree
@@ -27,7 +27,8 @@ from edgeinfer.types import Device, Features, MemoryPlan, MemoryUse, Nodes, Toke
 class OpenCLBackend:
     """Runs models on an OpenCL device: the one of `info`, else the one that `choose_device` takes.
 
-    For drafts: logits depend on how a text is cut, and on the device. Raises BackendUnavailable where there is none.
+    For drafts: logits depend on how a sequence is cut, and on the device. Raises BackendUnavailable where there is
+    none.
     """
 
     name = "opencl"
@@ -106,8 +107,8 @@ class OpenCLModel(DeviceModel[Decoder], Model):
         return OpenCLSession(self, self.checked_size(n_ctx, cache_type))
 
 
-class DraftingText(DeviceText[Decoder]):
-    """A text whose drafts the device makes by itself."""
+class DraftingSequence(DeviceSequence[Decoder]):
+    """A sequence whose drafts the device makes by itself."""
 
     def _draft(
         self,
@@ -149,7 +150,7 @@ class DraftingText(DeviceText[Decoder]):
             raise ContextOverflow(n_past, self.n_ctx)
 
 
-class OpenCLSession(DeviceSession[Decoder], DraftingText):
+class OpenCLSession(DeviceSession[Decoder], DraftingSequence):
     """See edgeinfer.backends.base.DraftingSession."""
 
     def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:

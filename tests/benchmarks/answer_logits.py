@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.types import Logits
 
 
@@ -15,5 +15,5 @@ def logits_from(session: Session, tokens: Sequence[int], first: int) -> Logits:
     """
     session.truncate(0)
     if first:
-        run_text(session, tokens[:first], logits="none")
-    return run_text(session, tokens[first:], logits="all").logits
+        run_sequence(session, tokens[:first], logits="none")
+    return run_sequence(session, tokens[first:], logits="all").logits

@@ -23,7 +23,7 @@ import numpy as np
 from machine import machine
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -108,7 +108,7 @@ def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, dict[str, floa
     ids, results = haystack(tokenizer, codes), {}
     for kind, session in sessions.items():
         session.truncate(0)
-        run_text(session, ids, logits="none")
+        run_sequence(session, ids, logits="none")
         n_right, nll = 0, 0.0
         for name, code in codes.items():
             question = tokenizer.encode(f"The code of the {name} is")
@@ -127,7 +127,7 @@ def milliseconds(sessions: Sessions, rounds: int) -> dict[str, float]:
     times: dict[CacheType, list[float]] = {kind: [] for kind in sessions}
     for session in sessions.values():
         session.truncate(0)
-        run_text(session, rng.integers(0, 1000, N_PAST), logits="none")
+        run_sequence(session, rng.integers(0, 1000, N_PAST), logits="none")
     for turn in range(rounds + 1):
         for kind, session in sessions.items():
             started = time.perf_counter()

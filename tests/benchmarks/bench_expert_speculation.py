@@ -30,7 +30,7 @@ from machine import machine
 from text import LICENSE_TEXT, SAMPLE_TEXT
 
 import edgeinfer
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeSession
 from edgeinfer.engine import Engine
 from edgeinfer.models.gguf import ModelFile
@@ -89,7 +89,7 @@ def costs(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     with open_model(path, 256, 64, arguments.threads) as model:
         random = [rng.integers(0, model.spec.n_vocab, max(SIZES)).tolist() for _ in text]
         session = model.session()
-        run_text(session, tokens[:N_CONTEXT], logits="none")
+        run_sequence(session, tokens[:N_CONTEXT], logits="none")
         return {name: timed(session, of, arguments.rounds) for name, of in (("text", text), ("random", random))}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from machine import machine
 
-from edgeinfer.backends.base import Rows, run_text
+from edgeinfer.backends.base import Rows, run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
@@ -56,7 +56,7 @@ def bench(path: Path, n_threads: int, rounds: int, n_context: int) -> dict[str, 
         model = backend.load(file, spec, plan, Device(n_threads))
         sessions = [model.session() for _ in range(max(SIZES))]
         for session in sessions:
-            run_text(session, rng.integers(0, spec.n_vocab, n_context).astype(np.int32), logits="none")
+            run_sequence(session, rng.integers(0, spec.n_vocab, n_context).astype(np.int32), logits="none")
         tokens = rng.integers(0, spec.n_vocab, max(SIZES)).tolist()
         times: dict[str, dict[int, list[float]]] = {"texts": {n: [] for n in SIZES}, "one_text": {n: [] for n in SIZES}}
         for turn in range(rounds + 1):

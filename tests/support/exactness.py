@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.models import ModelSpec
 
 OpenSession = Callable[..., Session]  # open_session(n_threads=, isa=, n_batch=)
@@ -96,7 +96,7 @@ def _after(
     if len(rest) <= session.n_batch or not has_windows(session):
         equal = same_bits(session.forward(rest, logits="all").logits, expected)
     else:
-        equal = same_bits(run_text(session, rest, logits="all").logits, expected)
+        equal = same_bits(run_sequence(session, rest, logits="all").logits, expected)
         equal = equal and session.truncate(len(prompt)) == len(prompt)
     equal = equal and same_bits(decode_one_by_one(session, rest[:3]), expected[:3])
     session.close()
