@@ -57,7 +57,7 @@ void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
     const size_t n_tiles = padded(c.n_ctx) / 16;
     for (const Rope& rope : c.ropes) {
         const size_t ld = padded(static_cast<int>(rope.frequencies.size()));
-        turns.push_back({ld, cutter.take<float>(n_tiles * 2 * ld), cutter.take<float>(ld * 2 * 16)});
+        rope_tables.push_back({ld, cutter.take<float>(n_tiles * 2 * ld), cutter.take<float>(ld * 2 * 16)});
     }
 }
 

@@ -104,11 +104,11 @@ struct Activations {
     };
     std::vector<Angles> angles;  // one a rope
     // Of keys that are held without their bias, one a rope; none for a model without key biases. The same in all passes.
-    struct Turns {
+    struct RopeTables {
         size_t ld;
-        float *tiles, *within;  // see KeyTurns
+        float *tiles, *within;  // see RopeTables
     };
-    std::vector<Turns> turns;
+    std::vector<RopeTables> rope_tables;
     int32_t *position, *sequence;  // (n_batch,): logical positions; which sequence of the pass
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is

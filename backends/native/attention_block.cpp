@@ -191,7 +191,7 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         Attention a;
         a.kv = sequence->rows.state->head(index_, kv_head);
         a.soft_cap = config_.soft_cap;
-        a.turns = turns_of(pass);
+        a.rope = rope_tables_of(pass);
         a.n_rows = 0;
         for (int c = first_token; c < last_token; c++) {
             for (int head = first_head; head < last_head; head++) {
@@ -270,16 +270,16 @@ void AttentionBlock::quantize_turned_query(const Pass& pass, int thread, int kv_
     a.offset = offset;
 }
 
-KeyTurns AttentionBlock::turns_of(const Pass& pass) const {
+RopeTables AttentionBlock::rope_tables_of(const Pass& pass) const {
     if (!config_.key_bias || config_.rope < 0) return {};
-    const Activations::Turns& turns = pass.b.turns[static_cast<size_t>(config_.rope)];
-    return {static_cast<int>(turns.ld), turns.tiles, turns.within};
+    const Activations::RopeTables& rope = pass.b.rope_tables[static_cast<size_t>(config_.rope)];
+    return {static_cast<int>(rope.ld), rope.tiles, rope.within};
 }
 
-// q times the bias turned to position p, as a function of p (see KeyTurns): of each pair, and of what is not turned.
+// q times the bias turned to position p, as a function of p (see RopeTables): of each pair, and of what is not turned.
 void AttentionBlock::set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const {
     const float* bias = k_bias_ + kv_head * config_.head_dim;
-    const size_t ld = static_cast<size_t>(turns_of(pass).ld);
+    const size_t ld = static_cast<size_t>(rope_tables_of(pass).ld);
     std::fill(offset, offset + 2 * ld + 1, 0.0f);
     size_t n_pairs = 0;
     if (config_.rope >= 0) {

@@ -31,7 +31,7 @@ private:
     void quantize_query(const Pass& pass, int thread, int r, AttentionRow& a) const;
     void quantize_turned_query(const Pass& pass, int thread, int kv_head, int r, AttentionRow& a) const;
     void set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const;
-    KeyTurns turns_of(const Pass& pass) const;
+    RopeTables rope_tables_of(const Pass& pass) const;
 
     AttentionConfig config_;
     int index_;

@@ -39,15 +39,15 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
-    fill_turns();
+    fill_rope_tables();
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
 
-// Angles of keys without their bias; see KeyTurns. Rows after the last pair stay 0.
-void Decoder::fill_turns() {
-    for (size_t r = 0; r < activations_->turns.size(); r++) {
-        const Activations::Turns& turns = activations_->turns[r];
+// Angles of keys without their bias; see RopeTables. Rows after the last pair stay 0.
+void Decoder::fill_rope_tables() {
+    for (size_t r = 0; r < activations_->rope_tables.size(); r++) {
+        const Activations::RopeTables& tables = activations_->rope_tables[r];
         const std::vector<double>& frequencies = config_.ropes[r].frequencies;
         const auto fill = [&](size_t n_positions, int each, const auto& at) {
             for (size_t p = 0; p < n_positions; p++) {
@@ -60,8 +60,9 @@ void Decoder::fill_turns() {
             }
         };
         fill(padded(config_.n_ctx) / 16, 16,
-             [&](size_t p, size_t i, size_t which) -> float& { return turns.tiles[(2 * p + which) * turns.ld + i]; });
-        fill(16, 1, [&](size_t p, size_t i, size_t which) -> float& { return turns.within[(2 * i + which) * 16 + p]; });
+             [&](size_t p, size_t i, size_t which) -> float& { return tables.tiles[(2 * p + which) * tables.ld + i]; });
+        fill(16, 1,
+             [&](size_t p, size_t i, size_t which) -> float& { return tables.within[(2 * i + which) * 16 + p]; });
     }
 }
 

@@ -135,7 +135,7 @@ private:
     // Throws std::invalid_argument for a matrix with longer inputs than there is room for.
     void check_inputs() const;
     void add_layer(int index, int& n_with_experts);
-    void fill_turns();
+    void fill_rope_tables();
     void begin(const Pass& pass);
     bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
