@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer, Conversation
-    from edgeinfer.completion import Completion, Piece, Timings, Usage
-    from edgeinfer.engine import Engine
-    from edgeinfer.errors import (
+    from edgeinfer.common.errors import (
         BackendCrashed,
         BackendLost,
         BackendUnavailable,
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
+    from edgeinfer.completion import Completion, Piece, Timings, Usage
+    from edgeinfer.engine import Engine
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
     from edgeinfer.models.reasoning import ToolCall

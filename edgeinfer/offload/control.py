@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Watcher, chained
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
 from edgeinfer.offload.pressure import MemoryPressure, ResizableCache
 from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
 from edgeinfer.offload.size_search import load_search, save_search, search_key
 from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
-from edgeinfer.types import ExpertSizes
 
 _OBSERVED = 17  # passes, in one of which experts are predicted only to count; no multiple of a window's
 _COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from edgeinfer import devices
-from edgeinfer.overriding import override
+from edgeinfer.common import devices
+from edgeinfer.common.overriding import override
 
 MOST_SHARE = 0.1  # of a core that others may use while costs are measured which are to be kept
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX, LoadSettings
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import MemoryPlan
 from edgeinfer.library.names import find_model
 from edgeinfer.memory.fit import DraftPlaces
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
@@ -27,7 +28,6 @@ from edgeinfer.speculation.drafters.suffix import LEAST_TOKENS, SuffixDrafter
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.expert_passes import experts_in
 from edgeinfer.speculation.placement import DraftDevice, devices_named
-from edgeinfer.types import MemoryPlan
 
 _LOGITS_BYTES = 12 << 20  # of a pass: 12 MiB are 32 rows for 98,000 tokens, 11 for 262,000; longer drafts are rare
 _LEAST_DRAFTED = 7

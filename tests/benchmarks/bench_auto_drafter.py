@@ -22,7 +22,7 @@ from typing import Any
 
 from machine import machine
 
-from edgeinfer import devices
+from edgeinfer.common import devices
 from edgeinfer.exporters.auto import draft_choice, draft_search
 from edgeinfer.exporters.auto.draft_choice import choose_draft_types
 from edgeinfer.exporters.auto.speed import Speeds

@@ -52,15 +52,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.common.types import Logits  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.sampling import SamplingParams  # noqa: E402
-from edgeinfer.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter  # noqa: E402
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 from edgeinfer.speculation.tree import DraftTree  # noqa: E402
-from edgeinfer.types import Logits  # noqa: E402
 
 SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up

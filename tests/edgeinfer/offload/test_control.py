@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.offload import control
 from edgeinfer.offload.control import ExpertControl, control_experts
 from edgeinfer.offload.size_search import load_search
 from edgeinfer.offload.usage import load_usage
-from edgeinfer.types import ExpertSizes
 
 SIZES = ExpertSizes(total=800, least=20, a_token=40, n_layers=2, n_experts=4, n_used=2)
 

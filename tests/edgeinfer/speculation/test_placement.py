@@ -12,11 +12,11 @@ from other_vocabulary import write_reordered
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
-from edgeinfer.errors import (
+from edgeinfer.common import devices
+from edgeinfer.common.errors import (
     BackendLost,
     BackendUnavailable,
     BudgetExceeded,

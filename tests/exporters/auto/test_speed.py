@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
-from edgeinfer import devices
 from edgeinfer.backends.native import _core
+from edgeinfer.common import devices
 from edgeinfer.exporters.auto import speed
 from edgeinfer.exporters.auto.candidates import subjects_of
 from edgeinfer.exporters.auto.progress import Pace

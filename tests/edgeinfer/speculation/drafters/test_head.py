@@ -15,13 +15,13 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
-from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.common.errors import Interrupted, NumericalError
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models.draft_head import fingerprint, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
