@@ -21,12 +21,12 @@ from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
-Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
+PassHook: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
 """Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
 Taps: TypeAlias = bool | Sequence[int]  # layers whose output is requested, see Session.forward
 
 
-def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
+def chained(outer: PassHook | None, inner: PassHook) -> PassHook:
     """Both: the outer one, if there is one, watches what the inner one runs."""
     return inner if outer is None else lambda tokens, forward: outer(tokens, lambda: inner(tokens, forward))
 
@@ -215,7 +215,7 @@ class MeasurableBackend(Backend, Protocol):
         ...
 
 
-class ExpertTier(Protocol):
+class ExpertDevice(Protocol):
     """What computes some experts beside the CPU, such as a GPU that holds them; asked in each layer of a pass.
 
     Any thread calls, one at a time. What these raise ends the pass with it; a device that fails is no reason to raise.
@@ -235,12 +235,12 @@ class ExpertTier(Protocol):
 
 
 @runtime_checkable
-class TieredModel(Protocol):
+class ExpertDeviceModel(Protocol):
     """A loaded model some of whose experts another device may compute."""
 
-    watcher: Watcher | None
+    pass_hook: PassHook | None
 
-    def set_expert_tier(self, tier: ExpertTier | None) -> None:
+    def set_expert_device(self, device: ExpertDevice | None) -> None:
         """From the next pass on, let this compute some experts; None for the CPU alone."""
         ...
 

@@ -33,20 +33,16 @@ WARM_UP, TIMED = 16, 64  # tokens behind the prompt
 
 @dataclass(frozen=True)
 class CachePoint:
-    """What was measured with an expert cache of some size, over the tokens behind the warm-up.
+    """What was measured with an expert cache of some size, over the tokens behind the warm-up."""
 
-    cache_bytes: None for all experts in memory.  share: of all experts, 0..1.  belady: hit rate of the best policy on
-    the routing of this run, None without a cache.  waited_seconds: for a token, the mean of the threads that compute.
-    is_equal: whether all logits are those of the whole model in memory, None where that was not asked for.
-    """
-
-    cache_bytes: int | None
-    share: float
+    cache_bytes: int | None  # None for all experts in memory
+    share: float  # of all experts, 0..1
     tokens_per_second: float
     bytes_a_token: float
     hit_rate: float
-    belady: float | None
-    waited_seconds: float
+    belady: float | None  # hit rate of the best policy on the routing of this run, None without a cache
+    waited_seconds: float  # for a token, the mean of the threads that compute
+    # whether all logits are those of the whole model in memory, None where that was not asked for
     is_equal: bool | None
 
     def as_dict(self) -> dict[str, object]:
@@ -56,16 +52,13 @@ class CachePoint:
 
 @dataclass(frozen=True)
 class _Run:
-    """A text: its tokens, the logits of each pass where they were asked for, and the seconds of the timed tokens.
-
-    reads: of the cache for these, None without one.  belady: hit rate of the best policy for these.
-    """
+    """A text: its tokens, the logits of each pass where they were asked for, and the seconds of the timed tokens."""
 
     tokens: Sequence[int]
     logits: Sequence[Logits]
     seconds: float
-    reads: ExpertReads | None
-    belady: float | None
+    reads: ExpertReads | None  # of the cache for these, None without one
+    belady: float | None  # hit rate of the best policy for these
 
 
 def measure_caches(
@@ -148,7 +141,7 @@ def _watched(model: Model, planned: PlannedModel) -> tuple[ExpertCache | None, E
     if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
         return None, None
     control = ExpertControl(cache, _sizes(planned), planned.device.n_threads)
-    model.watcher = control.run
+    model.pass_hook = control.run
     return cache, control
 
 

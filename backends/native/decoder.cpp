@@ -102,7 +102,7 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
-    pass.tier = tier_.get();
+    pass.expert_device = expert_device_.get();
     pass.squares = squares_.get();
     begin(pass);
     stop_.store(false);
@@ -136,7 +136,7 @@ bool Decoder::run_by_all(const Pass& pass) {
     const std::string failed = weights_->device() ? weights_->device()->take_failure() : "";
     if (!failed.empty()) throw DeviceFailed("the device of ternary products failed at " + failed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
-    if (!is_whole && tier_) tier_->rethrow();
+    if (!is_whole && expert_device_) expert_device_->rethrow();
     return is_whole;
 }
 
@@ -248,9 +248,9 @@ std::optional<InputSquares::ByName> Decoder::input_squares() {
     return squares_->all();
 }
 
-void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {
+void Decoder::set_expert_device(std::shared_ptr<ExpertDevice> device) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    tier_ = std::move(tier);
+    expert_device_ = std::move(device);
 }
 
 Decoder::Routing Decoder::routing() {

@@ -17,7 +17,7 @@
 #include "experts/experts_block.h"
 #include "head.h"
 #include "kernels/kernels.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "pass.h"
 #include "pass_rows.h"
 #include "pool.h"
@@ -85,7 +85,7 @@ public:
     std::optional<InputSquares::ByName> input_squares();
 
     // A device that computes some experts, from the next pass on; null for none.
-    void set_tier(std::shared_ptr<ExpertTier> tier);
+    void set_expert_device(std::shared_ptr<ExpertDevice> device);
     // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
     // of one row, 0 without experts.
     double expert_union();
@@ -151,7 +151,7 @@ private:
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
     std::unique_ptr<ExpertPredictor> predictor_;
-    std::shared_ptr<ExpertTier> tier_;
+    std::shared_ptr<ExpertDevice> expert_device_;
     std::unique_ptr<InputSquares> squares_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;

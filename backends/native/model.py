@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Model, Rows, Watcher
+from edgeinfer.backends.base import ExpertDevice, Model, PassHook, Rows
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
@@ -78,7 +78,7 @@ def with_device(use: MemoryUse, beside: MemoryUse) -> MemoryUse:
 class NativeDecoder(OfOneProcess):
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
+    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  pass_hook: what runs each
     pass, None for nothing beside it.  beside: memory of a device that does some of the products, None without one.
     """
 
@@ -97,7 +97,7 @@ class NativeDecoder(OfOneProcess):
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
-        self.watcher: Watcher | None = None
+        self.pass_hook: PassHook | None = None
         self.beside: MemoryUse | None = None
 
     @property
@@ -163,10 +163,10 @@ class NativeDecoder(OfOneProcess):
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for sequence in sequences:
             sequence.drop_pending()
-        if self.watcher is None:
+        if self.pass_hook is None:
             joint.run(self.n_batch)
         else:
-            self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
+            self.pass_hook([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
         self.check_files()
         for sequence, rows in zip(sequences, batch, strict=True):
             sequence.set_pending(rows)
@@ -255,9 +255,9 @@ class NativeModel(NativeDecoder, Model):
         cache = self.expert_cache
         return None if cache is None else cache.stats()
 
-    def set_expert_tier(self, tier: ExpertTier | None) -> None:
-        """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
-        self.decoder().set_tier(tier)
+    def set_expert_device(self, device: ExpertDevice | None) -> None:
+        """See ExpertDeviceModel.set_expert_device. Logits are near those of the CPU alone then, not equal to them."""
+        self.decoder().set_expert_device(device)
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a sequence of its own for passes of up to n_tokens."""

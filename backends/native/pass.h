@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "activations.h"
-#include "experts/tier.h"
+#include "experts/device.h"
 #include "input_squares.h"
 #include "kernels/kernels.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "pool.h"
 
 // The rows of one sequence: n tokens after n_pending ones of the forwards before, that are not committed. parents:
@@ -130,7 +130,7 @@ public:
     InputSquares* squares = nullptr;  // null where they are not recorded
     int first_layer = 0;              // that runs: those before it left what is in `start`
     const float* start = nullptr;     // (n, n_embd): the residual stream before that layer, null for the embeddings
-    ExpertTier* tier = nullptr;       // null where the CPU computes all experts
+    ExpertDevice* expert_device = nullptr;  // null where the CPU computes all experts
 
 private:
     void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,

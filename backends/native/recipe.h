@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/matrix.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 
 // A rotary embedding; pair i turns by frequencies[i] radians a position.
 struct Rope {

@@ -153,12 +153,12 @@ class NativeSequence(OfOneProcess):
         tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
         state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
         before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
-        watcher = self._decoder.watcher
-        if watcher is None:
+        pass_hook = self._decoder.pass_hook
+        if pass_hook is None:
             whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
         else:
             arguments = (state, few, parents, pending, out, taps, tapped, features)
-            whole = watcher(few, lambda: decoder.forward_lists(*arguments))
+            whole = pass_hook(few, lambda: decoder.forward_lists(*arguments))
         if whole is None:
             self._parents = kept
             return None

@@ -21,13 +21,10 @@ _MOST = 1e18
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """What a caller asked for: at most one of the two, neither for "auto".
+    """What a caller asked for: at most one of the two, neither for "auto"."""
 
-    n_bytes: of memory.  share: of what there is, above 0, at most 1.
-    """
-
-    n_bytes: int | None = None
-    share: float | None = None
+    n_bytes: int | None = None  # of memory
+    share: float | None = None  # of what there is, above 0, at most 1
 
 
 AUTO = SizeRequest()

@@ -34,11 +34,11 @@ _COMMIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A file of a repository.  sha256: None of files that are stored without one, which are small."""
+    """A file of a repository."""
 
     name: str
     n_bytes: int
-    sha256: str | None
+    sha256: str | None  # None of files that are stored without one, which are small
 
 
 class _Unreachable(Exception):

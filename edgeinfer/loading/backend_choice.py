@@ -39,16 +39,13 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model file, the backend that will run it, and what that backend has read and planned.
-
-    spec: what the backend's `read_spec` gave.  device: with the number of threads that was planned for.
-    """
+    """A model file, the backend that will run it, and what that backend has read and planned."""
 
     file: ModelFile
     backend: Backend
-    spec: ModelSizes
+    spec: ModelSizes  # what the backend's `read_spec` gave
     plan: MemoryPlan
-    device: Device
+    device: Device  # with the number of threads that was planned for
 
     def load(self, progress: Progress | None = None) -> Model:
         """The model that was planned; closed by the caller."""
@@ -57,18 +54,15 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Target:
-    """A model file and the backend that will run it, before it is known how much memory it may take.
-
-    wanted: the settings to load with if there is room.  sizes: of experts, None where they cannot be read from disk.
-    rough: the same with plans that measure nothing and are no larger, for ternary models whose bits are measured.
-    """
+    """A model file and the backend that will run it, before it is known how much memory it may take."""
 
     file: ModelFile
     backend: Backend
     spec: ModelSizes
     device: Device
-    wanted: LoadSettings
-    sizes: ExpertSizes | None
+    wanted: LoadSettings  # the settings to load with if there is room
+    sizes: ExpertSizes | None  # of experts, None where they cannot be read from disk
+    # the same with plans that measure nothing and are no larger, for ternary models whose bits are measured
     rough: Target | None = None
     _plans: dict[LoadSettings, MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
 

@@ -13,7 +13,7 @@ from edgeinfer.common.errors import UnsupportedModel, warn
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import ExpertSizes
 from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
-from edgeinfer.loading.expert_device import TierPlan, plan_tier, with_tier
+from edgeinfer.loading.expert_device import DeviceExpertsPlan, plan_device_experts, with_device_experts
 from edgeinfer.loading.ledger import ledger_of, process_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
@@ -21,9 +21,9 @@ from edgeinfer.memory.fit import (
     DraftPlaces,
     FitSettings,
     Fitting,
-    Knob,
-    Ladder,
+    ReducibleSetting,
     S,
+    SteppedSetting,
     fit,
     least_settings,
     smaller_batches,
@@ -45,22 +45,18 @@ _CHANGING = ("llama.cpp",)  # backends whose text depends on the batch: theirs i
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load that fits.
-
-    drafters: None where nothing drafts.  tier: None without a device for experts.  limit: of memory.  wanted, settings:
-    what was to be loaded, and what will be.  steps: what is done without, in words.  dropped: drafters that cannot be
-    used, with the reason.
-    """
+    """A load that fits."""
 
     model: PlannedModel
-    drafters: DraftPlan | None
-    tier: TierPlan | None
+    drafters: DraftPlan | None  # None where nothing drafts
+    device_experts: DeviceExpertsPlan | None  # None without a device for experts
     ledger: Ledger
-    limit: Limit
+    limit: Limit  # of memory
+    # wanted, settings: what was to be loaded, and what will be
     wanted: FitSettings
     settings: FitSettings
-    steps: Sequence[str]
-    dropped: Mapping[str, str]
+    steps: Sequence[str]  # what is done without, in words
+    dropped: Mapping[str, str]  # drafters that cannot be used, with the reason
 
     def tell(self) -> None:
         """Warn of what is done without."""
@@ -133,10 +129,10 @@ def _find_drafters(target: Target, options: LoadOptions, draft: Draft, n_tokens:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for some settings, and every byte of it. drafters: None where nothing drafts."""
+    """A plan for some settings, and every byte of it."""
 
     model: PlannedModel
-    drafters: DraftPlan | None
+    drafters: DraftPlan | None  # None where nothing drafts
     ledger: Ledger
 
 
@@ -199,63 +195,64 @@ class _Load:
         self._wanted = FitSettings(**vars(target.wanted))
 
     def plan(self) -> LoadPlan:
-        """Raises BudgetExceeded, and what plan_tier raises."""
+        """Raises BudgetExceeded, and what plan_device_experts raises."""
         if self._target.rough is not None:
             self._settled(is_rough=True)  # refuses what cannot fit before anything is measured
         settings = self._settled()
         planned = self._planned(settings)
         model, drafters = planned.model, planned.drafters
-        tier = plan_tier(model, self._options, self._limit.n_bytes - planned.ledger.peak)
-        if tier is not None:
-            model = with_tier(model, tier)
+        device_experts = plan_device_experts(model, self._options, self._limit.n_bytes - planned.ledger.peak)
+        if device_experts is not None:
+            model = with_device_experts(model, device_experts)
         use = replace(model.plan.use, drafters=0 if drafters is None else drafters.n_bytes)
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
         steps = tuple(_steps(self._target, self._choice, self._wanted, settings))
         dropped = {} if self._choice is None else self._choice.dropped
-        return LoadPlan(model, drafters, tier, ledger, self._limit, self._wanted, settings, steps, dropped)
+        return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._wanted, settings, steps, dropped)
 
     @cached_property
-    def _knobs(self) -> Sequence[Knob]:
+    def _reducible(self) -> Sequence[ReducibleSetting]:
         """What can be done with less of, the least useful first."""
         target, choice = self._target, self._choice
-        knobs: list[Knob] = []
+        reducible: list[ReducibleSetting] = []
         if choice is not None:
-            knobs += [Ladder("tables", choice.table_steps(target.wanted.n_ctx)), Ladder("places", choice.place_steps())]
+            reducible += [
+                SteppedSetting("tables", choice.table_steps(target.wanted.n_ctx)),
+                SteppedSetting("places", choice.place_steps()),
+            ]
         if target.sizes is not None and target.wanted.expert_cache != target.sizes.least:
-            knobs.append(_cache_knob(target, target.sizes, self._options))
+            reducible.append(_reducible_cache(target, target.sizes, self._options))
         if target.backend.name not in _CHANGING:
-            knobs.append(smaller_batches(target.wanted.n_batch))
-        return knobs
+            reducible.append(smaller_batches(target.wanted.n_batch))
+        return reducible
 
     def _settled(self, is_rough: bool = False) -> FitSettings:
         fitting = Fitting[FitSettings](lambda of: self._planned(of, is_rough).ledger, self._limit.n_bytes)
-        settings = fit(self._wanted, self._knobs, fitting)
+        settings = fit(self._wanted, self._reducible, fitting)
         if settings is not None:
             return settings
-        raise refusal(_sizes_of(self._target.file), least_settings(self._wanted, self._knobs), fitting, self._limit)
+        raise refusal(_sizes_of(self._target.file), least_settings(self._wanted, self._reducible), fitting, self._limit)
 
     def _planned(self, settings: FitSettings, is_rough: bool = False) -> Planned:
         return self._planner.planned(settings, settings.tables, settings.places, is_rough)
 
 
 @dataclass(frozen=True)
-class CacheKnob:
-    """The expert cache: what is wanted, None for all experts, or what there is room for.
-
-    measured: bytes that measurements ask for, by the largest size that there is room for; None where nothing does.
-    """
+class ReducibleCache:
+    """The expert cache: what is wanted, None for all experts, or what there is room for."""
 
     sizes: ExpertSizes
     wanted: int | None
+    # bytes that measurements ask for, by the largest size that there is room for; None where nothing does
     measured: Callable[[int], int | None]
 
     def least(self, settings: S) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         return replace(settings, expert_cache=self.sizes.least)
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         wanted, least = replace(settings, expert_cache=self.wanted), self.least(settings)
         if fitting.fits(wanted):
             return wanted
@@ -269,11 +266,11 @@ class CacheKnob:
         return found
 
 
-def _cache_knob(target: Target, sizes: ExpertSizes, options: LoadOptions) -> CacheKnob:
+def _reducible_cache(target: Target, sizes: ExpertSizes, options: LoadOptions) -> ReducibleCache:
     """The expert cache of a model, whose size auto takes from earlier runs."""
     is_auto = parse(options.expert_cache) == AUTO
     search = load_search(search_key(target.file, target.device.n_threads)) if is_auto else CacheSizeSearch()
-    return CacheKnob(sizes, target.wanted.expert_cache, lambda largest: search.next_size(sizes.least, largest))
+    return ReducibleCache(sizes, target.wanted.expert_cache, lambda largest: search.next_size(sizes.least, largest))
 
 
 def _sizes_of(file: ModelFile) -> FileSizes:

@@ -23,18 +23,16 @@ S = TypeVar("S", bound=LoadSettings)
 
 @dataclass(frozen=True)
 class FitSettings(LoadSettings):
-    """The settings of a load, and what its drafters have less of than they want.
+    """The settings of a load, and what its drafters have less of than they want."""
 
-    tables: draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such
-    drafters.  places: where a draft model or a head may run: everywhere, on the CPU and on devices with memory of their
-    own, only on these, or nowhere.
-    """
-
+    # draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such drafters
     tables: int | None = 0
+    # where a draft model or a head may run: everywhere, on the CPU and on devices with memory of their own, only on
+    # these, or nowhere
     places: DraftPlaces = "all"
 
 
-class Knob(Protocol):
+class ReducibleSetting(Protocol):
     """One setting that a load can do with less of."""
 
     def least(self, settings: S) -> S:
@@ -66,18 +64,18 @@ class Fitting(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """A setting with a few values, the best one first. field: of the settings."""
+class SteppedSetting:
+    """A setting with a few values, the best one first."""
 
-    field: str
+    field: str  # of the settings
     values: Sequence[Any]
 
     def least(self, settings: S) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         return self._with(settings, self.values[-1])
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         each = (self._with(settings, value) for value in self.values)
         return next(one for one in each if one == self.least(settings) or fitting.fits(one))
 
@@ -85,33 +83,33 @@ class Ladder:
         return replace(settings, **{self.field: value})
 
 
-def smaller_batches(n_batch: int) -> Ladder:
+def smaller_batches(n_batch: int) -> SteppedSetting:
     """The batch, halved down to the least."""
     values = [n_batch]
     while values[-1] > LEAST_BATCH:
         values.append(max(values[-1] // 2, LEAST_BATCH))
-    return Ladder("n_batch", values)
+    return SteppedSetting("n_batch", values)
 
 
-def least_settings(wanted: S, knobs: Sequence[Knob]) -> S:
+def least_settings(wanted: S, reducible: Sequence[ReducibleSetting]) -> S:
     """The settings with the least of everything."""
-    for knob in knobs:
-        wanted = knob.least(wanted)
+    for setting in reducible:
+        wanted = setting.least(wanted)
     return wanted
 
 
-def fit(wanted: S, knobs: Sequence[Knob], fitting: Fitting[S]) -> S | None:
+def fit(wanted: S, reducible: Sequence[ReducibleSetting], fitting: Fitting[S]) -> S | None:
     """The settings to load with, those that are wanted if they fit; None where not even the least of everything does.
 
-    knobs: in the order in which things are given up.
+    reducible: in the order in which things are given up.
     """
     if fitting.fits(wanted):
         return wanted
     settings = wanted
-    for n, knob in enumerate(knobs, start=1):
-        settings = knob.least(settings)
+    for n, setting in enumerate(reducible, start=1):
+        settings = setting.least(settings)
         if fitting.fits(settings):
-            for turned in reversed(knobs[:n]):
+            for turned in reversed(reducible[:n]):
                 settings = turned.best(settings, fitting)
             return settings
     return None

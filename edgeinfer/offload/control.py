@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher, chained
+from edgeinfer.backends.base import PassHook, chained
 from edgeinfer.common.types import ExpertSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
@@ -23,13 +23,10 @@ _COLD = 16  # passes of one row after which a cache is warm enough for its speed
 
 
 class ExpertCache(Protocol):
-    """The experts of a loaded model, of which a cache holds some; layers are those of the model.
+    """The experts of a loaded model, of which a cache holds some; layers are those of the model."""
 
-    n_bytes: of the cache.  record_bytes: by layer, of an expert in memory, 0 for a layer without experts.
-    """
-
-    n_bytes: int
-    record_bytes: Sequence[int]
+    n_bytes: int  # of the cache
+    record_bytes: Sequence[int]  # by layer, of an expert in memory, 0 for a layer without experts
 
     def stats(self) -> StoreStats:
         """What the cache did since it was made."""
@@ -67,9 +64,9 @@ class PrefetchingCache(ExpertCache, Protocol):
 
 @runtime_checkable
 class ExpertModel(Protocol):
-    """A loaded model that may have an expert cache. watcher: see backends.base.Watcher."""
+    """A loaded model that may have an expert cache."""
 
-    watcher: Watcher | None
+    pass_hook: PassHook | None
 
     @property
     def expert_cache(self) -> ExpertCache | None:
@@ -126,7 +123,7 @@ class ExpertControl:
         return reads_of(self._cache.stats(), self._cache.n_bytes, self._n_threads)
 
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
-        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
+        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.PassHook."""
         if self._cache is None:
             return forward()
         if self._pressure is not None:
@@ -193,6 +190,6 @@ def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_thread
     if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
         return None
     control = ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
-    model.watcher = chained(model.watcher, control.run)
+    model.pass_hook = chained(model.pass_hook, control.run)
     control.begin()
     return control

@@ -25,40 +25,34 @@ Wanted = tuple[int, Sequence[int], Sequence[float]]  # a layer, and its experts 
 
 @dataclass(frozen=True)
 class ExpertTimes:
-    """Measured seconds. cpu, gpu: to compute one expert, by its rows.  transfer: to move one from memory to the GPU.
-    read: to bring one from disk into memory.
-    """
+    """Measured seconds."""
 
+    # cpu, gpu: to compute one expert, by its rows
     cpu: Seconds
     gpu: Seconds
-    transfer: float
-    read: float = 0.0
+    transfer: float  # to move one from memory to the GPU
+    read: float = 0.0  # to bring one from disk into memory
 
 
 @dataclass(frozen=True)
 class WantedExpert:
-    """An expert that a layer needs now.
-
-    rows: that want it.  on_gpu, in_memory: where it is held; on disk it always is.
-    """
+    """An expert that a layer needs now."""
 
     expert: int
-    rows: int
+    rows: int  # that want it
+    # on_gpu, in_memory: where it is held; on disk it always is
     on_gpu: bool = False
     in_memory: bool = True
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who computes what in a layer, by index of expert, each in the order in which it is to be begun.
-
-    gpu: with those that are moved there.  transfers: these.  cpu_seconds, gpu_seconds: when either is expected to be
-    done.
-    """
+    """Who computes what in a layer, by index of expert, each in the order in which it is to be begun."""
 
     cpu: tuple[int, ...]
-    gpu: tuple[int, ...]
-    transfers: tuple[int, ...]
+    gpu: tuple[int, ...]  # with those that are moved there
+    transfers: tuple[int, ...]  # these
+    # cpu_seconds, gpu_seconds: when either is expected to be done
     cpu_seconds: float
     gpu_seconds: float
 

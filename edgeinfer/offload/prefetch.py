@@ -32,14 +32,12 @@ _LEAST_PREDICTED = 32  # experts of a layer before their precision says somethin
 
 @dataclass(frozen=True)
 class WindowStats:
-    """What an expert cache did in the passes of a window.
+    """What an expert cache did in the passes of a window."""
 
-    issued, useful: by layer, experts that were read ahead, and those of them that were wanted.  waited_share,
-    busy_share: of the time, in which passes waited for the disk, and in which it read.
-    """
-
+    # issued, useful: by layer, experts that were read ahead, and those of them that were wanted
     issued: Sequence[int]
     useful: Sequence[int]
+    # waited_share, busy_share: of the time, in which passes waited for the disk, and in which it read
     waited_share: float
     busy_share: float
 

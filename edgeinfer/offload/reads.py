@@ -62,21 +62,17 @@ class StoreStats(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertReads:
-    """Figures of an expert cache over some passes.
+    """Figures of an expert cache over some passes."""
 
-    cache_bytes: its size.  wanted: experts that passes wanted, each once in a layer of a pass.  hits: those that were
-    in memory.  bytes_read: from disk.  prefetches, useful: experts that were read ahead, and those of them that were
-    wanted.  waited_seconds: of a thread that computes, on average.  busy_seconds: in which the disk read.
-    """
-
-    cache_bytes: int
-    wanted: int = 0
-    hits: int = 0
-    bytes_read: int = 0
+    cache_bytes: int  # its size
+    wanted: int = 0  # experts that passes wanted, each once in a layer of a pass
+    hits: int = 0  # those that were in memory
+    bytes_read: int = 0  # from disk
+    # prefetches, useful: experts that were read ahead, and those of them that were wanted
     prefetches: int = 0
     useful: int = 0
-    waited_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    waited_seconds: float = 0.0  # of a thread that computes, on average
+    busy_seconds: float = 0.0  # in which the disk read
 
     @property
     def hit_rate(self) -> float:

@@ -24,12 +24,12 @@ SpeedOf = Callable[[LoadSettings, Planned], Speed]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Settings whose planned peak is within a budget.  changes_text: the cache type rounds keys and values."""
+    """Settings whose planned peak is within a budget."""
 
     settings: LoadSettings
     peak: int
     speed: Speed
-    changes_text: bool
+    changes_text: bool  # the cache type rounds keys and values
 
     @property
     def expected(self) -> float:

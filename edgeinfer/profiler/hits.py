@@ -24,13 +24,11 @@ _LEAST_USES = 1000  # of all experts, before the counts say something
 
 @dataclass(frozen=True)
 class HitRate:
-    """A share of the wanted experts that is in the cache, and where the figure is from.
-
-    origin: "measured" in runs of this model here, "usage" computed from how often each expert was used here, "traces"
-    from the recorded routing of other models, "all" where every expert is in memory.
-    """
+    """A share of the wanted experts that is in the cache, and where the figure is from."""
 
     share: float
+    # "measured" in runs of this model here, "usage" computed from how often each expert was used here, "traces" from
+    # the recorded routing of other models, "all" where every expert is in memory
     origin: str
 
 

@@ -23,18 +23,13 @@ from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
 
 @dataclass(frozen=True)
 class Drafters:
-    """What drafts beside a model.
+    """What drafts beside a model."""
 
-    names: of drafters, those without a model first.  weight_bytes: of the draft model or the head, which each draft
-    token reads; 0 without one.  acceptance_rate: of a head, where its file says it.  dropped: those that cannot be
-    used, with the reason.
-    """
-
-    names: tuple[str, ...] = ()
-    weight_bytes: int = 0
-    acceptance_rate: float | None = None
+    names: tuple[str, ...] = ()  # of drafters, those without a model first
+    weight_bytes: int = 0  # of the draft model or the head, which each draft token reads; 0 without one
+    acceptance_rate: float | None = None  # of a head, where its file says it
     is_head: bool = False
-    dropped: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # those that cannot be used, with the reason
 
 
 @dataclass(frozen=True)

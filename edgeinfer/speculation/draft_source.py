@@ -23,28 +23,22 @@ from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH, HeadDrafter
 
 @dataclass(frozen=True)
 class DeviceLevels:
-    """How a session's device drafts by itself.
+    """How a session's device drafts by itself."""
 
-    make: that many levels after a token, in one call.  width: nodes of a level.
-    """
-
-    make: Callable[[int, int], object]
-    width: int
+    make: Callable[[int, int], object]  # that many levels after a token, in one call
+    width: int  # nodes of a level
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft model or a head that is to be opened on some device.
-
-    make: its drafter, from its session, the costs of its passes, and its
-    device drafting if any.  timed: its session, for calibration.  device_levels: how its session's device drafts by
-    itself, None where it does not.
-    """
+    """A draft model or a head that is to be opened on some device."""
 
     file: ModelFile
     spec: ModelSpec | HeadSpec
+    # its drafter, from its session, the costs of its passes, and its device drafting if any
     make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], CostlyDrafter]
-    timed: Callable[[Any], TimedSession]
+    timed: Callable[[Any], TimedSession]  # its session, for calibration
+    # how its session's device drafts by itself, None where it does not
     device_levels: Callable[[Any], DeviceLevels | None]
 
 

@@ -22,15 +22,12 @@ _MIN_CREDIT = 0.25  # of a pass of one token: what a free drafter that lost late
 
 @dataclass(frozen=True, slots=True)
 class DrafterPlacement:
-    """Where a drafter with a model runs.
+    """Where a drafter with a model runs."""
 
-    device: for messages.  fallback: opens the drafter that replaces it if its device fails; None for none.
-    reuses_memory: the fallback fits only into the memory that the drafter frees.
-    """
-
-    device: str
+    device: str  # for messages
+    # opens the drafter that replaces it if its device fails; None for none
     fallback: Callable[[], Drafter] | None = field(default=None, repr=False)
-    reuses_memory: bool = False
+    reuses_memory: bool = False  # the fallback fits only into the memory that the drafter frees
 
 
 class DrafterState:

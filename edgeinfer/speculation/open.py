@@ -206,11 +206,11 @@ def _expert_costs(file: ModelFile, session: NativeSession, calibration_seconds: 
 
     def measure() -> CostCurve:
         tokens = calibration_tokens(file)
-        watcher, model.watcher = model.watcher, None
+        pass_hook, model.pass_hook = model.pass_hook, None
         try:
             return measure_expert_costs(session, passes, tokens, calibration_seconds)
         finally:
-            model.watcher = watcher
+            model.pass_hook = pass_hook
 
     key = cost_key(file, *facts, "text", passes.is_cached)
     return cached_costs(key, measure, _EXPERT_RATIO, lambda curve, keep: ExpertCostModel(curve, passes, keep))

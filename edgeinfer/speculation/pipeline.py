@@ -37,21 +37,17 @@ _MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
 @dataclass(slots=True)
 class Job:
-    """What the engine wants decoded.
+    """What the engine wants decoded."""
 
-    text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
-    draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
-    is_plain, params: see Context.  n_drawn: tokens so far.
-    """
-
-    text: list[int]
-    limit: int
-    draw: Draw
-    is_greedy: bool
-    stop_ids: Container[int]
+    text: list[int]  # the tokens so far, the last of which is not committed; extended by what is sampled
+    limit: int  # most tokens
+    draw: Draw  # the target's sampler
+    is_greedy: bool  # it takes the most probable token
+    stop_ids: Container[int]  # tokens that end the text
+    # is_plain, params: see Context
     is_plain: bool = False
     params: SamplingParams | None = None
-    n_drawn: int = 0
+    n_drawn: int = 0  # tokens so far
 
     @property
     def n_left(self) -> int:

@@ -29,19 +29,15 @@ class Proposal(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyTree:
-    """The tree to verify, merged from all drafts. Empty lists: a pass of one token, without a draft.
+    """The tree to verify, merged from all drafts. Empty lists: a pass of one token, without a draft."""
 
-    tokens, parents: as in DraftTree.  depths: of each node, 0 for the first.  owners: the drafter of each node, the
-    first one if several proposed it.  expected: tokens that the step should give.  path: nodes of the most probable
-    path.
-    """
-
+    # tokens, parents: as in DraftTree
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
-    expected: float = 1.0
-    path: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # of each node, 0 for the first
+    owners: list[str] = field(default_factory=list)  # the drafter of each node, the first one if several proposed it
+    expected: float = 1.0  # tokens that the step should give
+    path: list[int] = field(default_factory=list)  # nodes of the most probable path
 
 
 Keep: TypeAlias = Callable[[VerifyTree, list[int], Sequence[float]], list[int]]

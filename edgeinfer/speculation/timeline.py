@@ -10,12 +10,12 @@ Kind: TypeAlias = Literal["verify", "draft", "wait"]
 
 
 class Event(NamedTuple):
-    """Something that lasted from start to end, in seconds of one clock. n: its tokens."""
+    """Something that lasted from start to end, in seconds of one clock."""
 
     kind: Kind
     start: float
     end: float
-    n: int
+    n: int  # its tokens
 
 
 @dataclass

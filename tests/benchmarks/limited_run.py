@@ -89,7 +89,7 @@ def open_edgeinfer(job: Job) -> Opened:
     model = stack.enter_context(open_model(path, *sizes, cache, PREFETCH[job.variant]))
     if PREFETCH[job.variant] is None and model.expert_cache is not None:
         control = ExpertControl(model.expert_cache, expert_sizes(path), job.n_threads)  # keeps nothing for the next run
-        model.watcher = control.run
+        model.pass_hook = control.run
         control.begin()
     session = stack.enter_context(closing(model.session()))
 

@@ -45,7 +45,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and knobs of a model."""
+    """Sizes and reducible of a model."""
 
     arch: str = "olmoe"
     layers: int = 16

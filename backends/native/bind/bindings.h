@@ -84,8 +84,8 @@ PrefetchFields fields_of(const Prefetch& prefetch);
 Prefetch prefetch_from(const PrefetchFields& fields);
 
 class Decoder;
-// A device that computes some experts, see ExpertTier in backends/base.py; None for none.
-void set_tier(Decoder& decoder, nb::object tier);
+// A device that computes some experts, see ExpertDevice in backends/base.py; None for none.
+void set_expert_device(Decoder& decoder, nb::object device);
 
 void bind_weights(nb::module_& m);
 void bind_experts(nb::module_& m);

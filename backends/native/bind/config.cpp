@@ -3,7 +3,7 @@
 
 #include "activations.h"
 #include "bind/bindings.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "recipe.h"
 
 namespace {

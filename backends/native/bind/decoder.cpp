@@ -355,7 +355,8 @@ void bind_decoder(nb::module_& m) {
              "From the next pass on, sum the squares of what matrices read, or no longer.")
         .def("input_squares", &input_squares,
              "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")
-        .def("set_tier", &set_tier, "tier"_a.none(), "What computes some experts beside the CPU, None for nothing.")
+        .def("set_expert_device", &set_expert_device, "device"_a.none(),
+             "What computes some experts beside the CPU, None for nothing.")
         .def("forward", &forward, "sequences"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy_tier import expert_outputs
+from numpy_experts import expert_outputs
 from tiny_experts import ExpertArchitecture, write_tiny_experts
 
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers

@@ -11,7 +11,7 @@ from edgeinfer.memory.budget import Item, Ledger
 from edgeinfer.memory.fit import (
     FitSettings,
     Fitting,
-    Ladder,
+    SteppedSetting,
     fit,
     largest_n_ctx,
     least_settings,
@@ -21,10 +21,10 @@ from edgeinfer.memory.limit import Limit
 from edgeinfer.memory.refusal import FileSizes, refusal
 
 WANTED = FitSettings(n_ctx=100, n_batch=128)
-KNOBS = [
-    Ladder("tables", [0, 1, 2, None]),
-    Ladder("places", ["all", "none"]),
-    Ladder("expert_cache", [None, 300, 100]),
+REDUCIBLE = [
+    SteppedSetting("tables", [0, 1, 2, None]),
+    SteppedSetting("places", ["all", "none"]),
+    SteppedSetting("expert_cache", [None, 300, 100]),
     smaller_batches(128),
 ]
 FILE = FileSizes(Path("some.gguf"), 1100, 1000, 1000)
@@ -44,11 +44,11 @@ def ledger_of(settings: FitSettings) -> Ledger:
 
 
 def settled(limit: int, wanted: FitSettings = WANTED) -> FitSettings | None:
-    return fit(wanted, KNOBS, Fitting(ledger_of, limit))
+    return fit(wanted, REDUCIBLE, Fitting(ledger_of, limit))
 
 
 ALL = ledger_of(WANTED).peak
-LEAST = ledger_of(least_settings(WANTED, KNOBS)).peak
+LEAST = ledger_of(least_settings(WANTED, REDUCIBLE)).peak
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_whatever_fits_with_the_least_is_found_and_nothing_below_it() -> None:
 
 def test_no_setting_that_would_fit_better_is_missed() -> None:
     """Of all combinations that fit, the one that gives up least of the last thing, then of the one before it."""
-    values = [knob.values for knob in KNOBS]
+    values = [setting.values for setting in REDUCIBLE]
     for limit in range(LEAST, ALL, 13):
         ranks = [
             tuple(reversed(rank))
@@ -95,7 +95,7 @@ def test_no_setting_that_would_fit_better_is_missed() -> None:
 
 
 def _with(rank: tuple[int, ...], values: list) -> FitSettings:
-    changes = {knob.field: each[at] for knob, each, at in zip(KNOBS, values, rank, strict=True)}
+    changes = {setting.field: each[at] for setting, each, at in zip(REDUCIBLE, values, rank, strict=True)}
     return replace(WANTED, **changes)
 
 
@@ -113,7 +113,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(limit: int, wanted: FitSettings = WANTED) -> str:
-    settings = least_settings(wanted, KNOBS)
+    settings = least_settings(wanted, REDUCIBLE)
     return str(refusal(FILE, settings, Fitting(ledger_of, limit), Limit(limit, limit)))
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_help_is_not_proposed() -> None:
 
 @pytest.mark.parametrize("limit, n_ctx", [(LEAST - 991, 0), (LEAST - 990, 1), (LEAST - 370, 63), (LEAST - 1, 64)])
 def test_the_largest_n_ctx_keeps_to_the_limit(limit: int, n_ctx: int) -> None:
-    assert largest_n_ctx(least_settings(WANTED, KNOBS), Fitting(ledger_of, limit)) == n_ctx
+    assert largest_n_ctx(least_settings(WANTED, REDUCIBLE), Fitting(ledger_of, limit)) == n_ctx
 
 
 def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
@@ -141,7 +141,7 @@ def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
             raise InvalidArgument("heads of 80 numbers have no q8_0")
         return ledger_of(settings)
 
-    settings = least_settings(WANTED, KNOBS)
+    settings = least_settings(WANTED, REDUCIBLE)
     message = str(refusal(FILE, settings, Fitting(picky, LEAST - 1), Limit(LEAST - 1, LEAST - 1)))
     assert "-c 64" in message and "q8_0" not in message
 
@@ -164,6 +164,6 @@ def test_what_a_device_refuses_is_refused_with_what_fits_too() -> None:
         return ledger_of(settings)
 
     fitting = Fitting(of_a_device, 10**9)
-    assert fit(WANTED, KNOBS, fitting) is None
+    assert fit(WANTED, REDUCIBLE, fitting) is None
     error = refusal(FILE, WANTED, fitting, Limit(10**9, 10**9))
     assert str(error) == "100 are too many for the device: n_ctx 64 fits (-c 64)"

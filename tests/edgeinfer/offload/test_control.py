@@ -183,8 +183,8 @@ def test_a_pass_that_was_stopped_or_not_begun_says_nothing(cache: FakeCache) -> 
 
 
 def test_a_model_without_a_cache_is_not_watched(cache: FakeCache) -> None:
-    model = SimpleNamespace(watcher=None, expert_cache=None)
-    assert control_experts(model, SimpleNamespace(tensors={}), SIZES, 2) is None and model.watcher is None
+    model = SimpleNamespace(pass_hook=None, expert_cache=None)
+    assert control_experts(model, SimpleNamespace(tensors={}), SIZES, 2) is None and model.pass_hook is None
     model.expert_cache = cache
     watched = control_experts(model, SimpleNamespace(tensors={}), SIZES, 2)
-    assert watched is not None and model.watcher == watched.run
+    assert watched is not None and model.pass_hook == watched.run

@@ -204,7 +204,7 @@ def test_the_table_keeps_the_tokens_that_came_last() -> None:
 class Model:
     """A model of two layers with experts and one without, whose tokens always want the same."""
 
-    watcher: Any = None
+    pass_hook: Any = None
 
     def __init__(self) -> None:
         self.wanted = {token: [[token % 8, 8], [-1, -1], [9, token % 8]] for token in range(20)}
@@ -216,7 +216,7 @@ class Model:
 
     def run(self, tokens: list[int]) -> None:
         self._last = tokens
-        self.watcher(tokens, lambda: True)
+        self.pass_hook(tokens, lambda: True)
 
 
 def forecast_of(model: Model) -> ExpertForecast:
@@ -252,7 +252,7 @@ def test_nodes_whose_experts_are_absent_are_left_out_unless_they_are_probable() 
 def test_a_pass_that_was_not_whole_teaches_nothing() -> None:
     model = Model()
     forecast = forecast_of(model)
-    assert model.watcher([1, 2], lambda: False) is False
+    assert model.pass_hook([1, 2], lambda: False) is False
     assert forecast._table.experts([1, 2])[0] == []
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Watcher
+from edgeinfer.backends.base import ExpertDevice, PassHook
 from edgeinfer.common.errors import BackendLost, warn
 from edgeinfer.common.overriding import override
 from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
@@ -25,7 +25,7 @@ _MOST_KNOWN = 1024  # decisions that are kept
 UPLOAD_SHARE = 0.05  # of the time of passes, that uploads take at most
 
 
-class DeviceExperts(Protocol):
+class ExpertSlots(Protocol):
     """Experts on a device, in slots. Whatever fails there raises BackendLost."""
 
     n_slots: int
@@ -48,20 +48,18 @@ class DeviceExperts(Protocol):
 
 
 @dataclass
-class TierStats:
-    """What a device did. taken, left: experts of layers that it computed, and that were left to the CPU.
+class DeviceExpertsStats:
+    """What a device did."""
 
-    waited_seconds: that the CPU waited for it.  uploads: between passes.
-    """
-
+    # taken, left: experts of layers that it computed, and that were left to the CPU
     taken: int = 0
     left: int = 0
-    waited_seconds: float = 0.0
-    uploads: int = 0
+    waited_seconds: float = 0.0  # that the CPU waited for it
+    uploads: int = 0  # between passes
 
 
-class DeviceTier(ExpertTier):
-    """See backends.base.ExpertTier: experts of a loaded model on a device, which decides by measured times.
+class DeviceExperts(ExpertDevice):
+    """See backends.base.ExpertDevice: experts of a loaded model on a device, which decides by measured times.
 
     title: of the device, for messages.  n_experts: by layer.  times: of one expert on CPU and device.  is_cached: the
     CPU would have to read from disk what the device holds.  n_slots: experts that the device holds.  A device that
@@ -69,11 +67,11 @@ class DeviceTier(ExpertTier):
     """
 
     def __init__(
-        self, device: DeviceExperts, title: str, n_experts: Mapping[int, int], times: ExpertTimes, is_cached: bool
+        self, device: ExpertSlots, title: str, n_experts: Mapping[int, int], times: ExpertTimes, is_cached: bool
     ) -> None:
         self.title, self.times, self.n_slots = title, times, device.n_slots
-        self.stats = TierStats()
-        self._device: DeviceExperts | None = device
+        self.stats = DeviceExpertsStats()
+        self._device: ExpertSlots | None = device
         self._layers = n_experts
         self._is_cached = is_cached
         self._cache = GpuCache(max(n_experts) + 1, max(n_experts.values()), device.n_slots, MEMORY)
@@ -106,7 +104,7 @@ class DeviceTier(ExpertTier):
         """Whether the device holds an expert."""
         return expert in self._slots.get(layer, ())
 
-    def watch(self, inner: Watcher | None) -> Watcher:
+    def watch(self, inner: PassHook | None) -> PassHook:
         """What is to run each pass of the model, around what runs it now."""
 
         def run(tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
@@ -213,7 +211,7 @@ class DeviceTier(ExpertTier):
 
 
 def measured_seconds(
-    device: DeviceExperts, layer: int, slot: int, n_embd: int, sizes: Sequence[int], n_tries: int = 3
+    device: ExpertSlots, layer: int, slot: int, n_embd: int, sizes: Sequence[int], n_tries: int = 3
 ) -> dict[int, float]:
     """Seconds that a device takes for one expert with so many rows, the best of some tries. Raises BackendLost.
 

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-class ExpertTier {
+class ExpertDevice {
 public:
     // An expert that the device computes. Its rows are first_row .. first_row + n_rows - 1 of those of all experts.
     struct Taken {
@@ -17,7 +17,7 @@ public:
         int n_rows, first_row;
     };
 
-    virtual ~ExpertTier() = default;
+    virtual ~ExpertDevice() = default;
 
     // needed: experts of a layer, each once. n_rows: of each expert of the layer, how many rows need it. Puts those that
     // the device takes last, and gives how many are left to the CPU.

@@ -1,4 +1,4 @@
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 
 #include <algorithm>
 #include <stdexcept>
