@@ -28,12 +28,12 @@ The library opens at nine. On Mondays it is closed in the morning, because new b
 ten books for four weeks, and keep them longer if nobody else has asked for them. Write a short letter to a member who
 has kept a book about the history of bridges for a year, be polite, and explain what happens next.
 """
-WARM_UP, TIMED = 16, 64  # tokens behind the prompt
+WARM_UP, TIMED = 16, 64  # tokens after the prompt
 
 
 @dataclass(frozen=True)
 class CachePoint:
-    """What was measured with an expert cache of some size, over the tokens behind the warm-up."""
+    """What was measured with an expert cache of some size, over the tokens after the warm-up."""
 
     cache_bytes: int | None  # None for all experts in memory
     share: float  # of all experts, 0..1

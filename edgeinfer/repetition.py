@@ -47,7 +47,7 @@ def dry_penalties(
 
 
 def _since_breaker(recent: Sequence[int], breakers: Breakers) -> int:
-    """Tokens behind the last sequence breaker; all, if there is none."""
+    """Tokens after the last sequence breaker; all, if there is none."""
     n = len(recent)
     for i in range(n - 1, -1, -1):
         tails = breakers.get(recent[i], ())

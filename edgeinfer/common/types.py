@@ -14,7 +14,7 @@ from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
 Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
 HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
-Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm, or made of others
+Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows after the final norm, or made of others
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 

@@ -70,7 +70,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if plan.drafters is not None:
         speculator = _open_drafters(plan.drafters, planned, session)
         opened.callback(speculator.close)
-    experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
+    experts = _control_experts(model, planned)  # after what drafters measure, which is no text
     if experts is not None:
         opened.callback(experts.close)
     device_experts = None if plan.device_experts is None else open_device_experts(plan.device_experts, planned, model)

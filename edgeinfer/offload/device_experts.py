@@ -177,7 +177,7 @@ class DeviceExperts(ExpertDevice):
     # ---- between passes ----------------------------------------------------------------------------------------------
 
     def adapt(self) -> None:
-        """Behind a pass: move one expert to the device if that pays and there is time; say if the device failed."""
+        """After a pass: move one expert to the device if that pays and there is time; say if the device failed."""
         if self._reason is not None:
             reason, self._reason = self._reason, None
             warn(f"the CPU computes all experts from now on: {self.title} failed: {reason}")

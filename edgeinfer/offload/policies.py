@@ -186,7 +186,7 @@ class HitCounts:
 
 
 def count_hits(routing: Routing, cache: CachePolicy) -> HitCounts:
-    """What an empty cache would have held when it was wanted, by the tokens behind the prompt.
+    """What an empty cache would have held when it was wanted, by the tokens after the prompt.
 
     The prompt fills the cache and is not counted; what a pass wants of a layer counts once.
     """

@@ -39,7 +39,7 @@ class AtContext:
 
     ledger: Ledger
     n_ctx: int
-    speed: Speed  # behind a full one, for such a prompt
+    speed: Speed  # after a full one, for such a prompt
 
 
 @dataclass(frozen=True)
@@ -235,10 +235,10 @@ class _Profiler:
         others = {n_ctx for n_ctx in (most // 64, most // 8, most) if n_ctx >= 256} if planner.is_native else set()
         found = []
         for n_ctx in sorted({settings.n_ctx, *others}):
-            found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._behind_half)
+            found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._half_full)
         return found
 
-    def _behind_half(self, settings: LoadSettings, planned: Planned) -> Speed:
+    def _half_full(self, settings: LoadSettings, planned: Planned) -> Speed:
         """The speed in the middle of a context."""
         return self._speed_of(settings, planned, settings.n_ctx // 2)
 

@@ -30,7 +30,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Speed:
-    """Expected speed behind n_past tokens."""
+    """Expected speed after n_past tokens."""
 
     n_past: int
     tokens_per_second: float  # without drafts
