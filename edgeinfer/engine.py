@@ -195,7 +195,7 @@ class Engine(OfOneProcess):
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text, as a prompt is read.
 
-        add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
+        add_special: with the tokens that the model needs at the start and the end of a text.  parse_special: the
         texts of special tokens ("<|im_end|>") become those tokens. A text that has the begin or end token already gets
         a second one, with a RuntimeWarning.
         """
@@ -317,7 +317,7 @@ class Engine(OfOneProcess):
             return record.timed_next(tokens)
 
     def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
-        """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
+        """The tokens that follow the prompt, one after the other, at most `limit`."""
         stats = StatsCounter()
         logits = self._evaluate(prompt, record, progress, stats)
         text, params = list(prompt), record.params

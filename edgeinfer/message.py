@@ -94,7 +94,7 @@ def _are_calls(value: object) -> bool:
     )
 
 
-# What a message of a file may hold beside its role: a check, and what it wants.
+# What a message of a file may hold beside its role: a check, and what is expected.
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "content": (_is_text, "a text"),
     "reasoning": (_is_text, "a text"),

@@ -52,8 +52,8 @@ class LoadPlan:
     device_experts: DeviceExpertsPlan | None  # None without a device for experts
     ledger: Ledger
     limit: Limit  # of memory
-    # wanted, settings: what was to be loaded, and what will be
-    wanted: FitSettings
+    # requested, settings: what was to be loaded, and what will be
+    requested: FitSettings
     settings: FitSettings
     steps: Sequence[str]  # what is done without, in words
     dropped: Mapping[str, str]  # drafters that cannot be used, with the reason
@@ -122,9 +122,9 @@ def _find_drafters(target: Target, options: LoadOptions, draft: Draft, n_tokens:
         return None
     from edgeinfer.speculation.plan import find_drafters
 
-    wanted = (target.rough or target).planned(target.wanted).plan
+    requested = (target.rough or target).planned(target.requested).plan
     n_threads = target.device.n_threads
-    return find_drafters(draft, target.file, n_tokens, wanted, n_threads, options.draft_device, options.draft_max)
+    return find_drafters(draft, target.file, n_tokens, requested, n_threads, options.draft_device, options.draft_max)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Planner:
     @cached_property
     def process(self) -> Process:
         """What the process takes, as it is measured at first."""
-        return process_of(self.target, self.choice(self.target.wanted))
+        return process_of(self.target, self.choice(self.target.requested))
 
     def choice(self, settings: LoadSettings) -> DraftChoice | None:
         """What can draft. Raises as `find`."""
@@ -190,9 +190,9 @@ class _Load:
     def __init__(self, planner: Planner, options: LoadOptions) -> None:
         self._planner, self._options = planner, options
         self._target = target = planner.target
-        self._choice = planner.choice(target.wanted)
+        self._choice = planner.choice(target.requested)
         self._limit = limit_of(parse_budget(options.budget), planner.process.resident, target.device.n_threads)
-        self._wanted = FitSettings(**vars(target.wanted))
+        self._requested = FitSettings(**vars(target.requested))
 
     def plan(self) -> LoadPlan:
         """Raises BudgetExceeded, and what plan_device_experts raises."""
@@ -207,9 +207,9 @@ class _Load:
         use = replace(model.plan.use, drafters=0 if drafters is None else drafters.n_bytes)
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
-        steps = tuple(_steps(self._target, self._choice, self._wanted, settings))
+        steps = tuple(_steps(self._target, self._choice, self._requested, settings))
         dropped = {} if self._choice is None else self._choice.dropped
-        return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._wanted, settings, steps, dropped)
+        return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._requested, settings, steps, dropped)
 
     @cached_property
     def _reducible(self) -> Sequence[ReducibleSetting]:
@@ -218,21 +218,23 @@ class _Load:
         reducible: list[ReducibleSetting] = []
         if choice is not None:
             reducible += [
-                SteppedSetting("tables", choice.table_steps(target.wanted.n_ctx)),
+                SteppedSetting("tables", choice.table_steps(target.requested.n_ctx)),
                 SteppedSetting("places", choice.place_steps()),
             ]
-        if target.sizes is not None and target.wanted.expert_cache != target.sizes.least:
+        if target.sizes is not None and target.requested.expert_cache != target.sizes.least:
             reducible.append(_reducible_cache(target, target.sizes, self._options))
         if target.backend.name not in _CHANGING:
-            reducible.append(smaller_batches(target.wanted.n_batch))
+            reducible.append(smaller_batches(target.requested.n_batch))
         return reducible
 
     def _settled(self, is_rough: bool = False) -> FitSettings:
         fitting = Fitting[FitSettings](lambda of: self._planned(of, is_rough).ledger, self._limit.n_bytes)
-        settings = fit(self._wanted, self._reducible, fitting)
+        settings = fit(self._requested, self._reducible, fitting)
         if settings is not None:
             return settings
-        raise refusal(_sizes_of(self._target.file), least_settings(self._wanted, self._reducible), fitting, self._limit)
+        raise refusal(
+            _sizes_of(self._target.file), least_settings(self._requested, self._reducible), fitting, self._limit
+        )
 
     def _planned(self, settings: FitSettings, is_rough: bool = False) -> Planned:
         return self._planner.planned(settings, settings.tables, settings.places, is_rough)
@@ -240,10 +242,10 @@ class _Load:
 
 @dataclass(frozen=True)
 class ReducibleCache:
-    """The expert cache: what is wanted, None for all experts, or what there is room for."""
+    """The expert cache: what was requested, None for all experts, or what there is room for."""
 
     sizes: ExpertSizes
-    wanted: int | None
+    requested: int | None
     # bytes that measurements ask for, by the largest size that there is room for; None where nothing does
     measured: Callable[[int], int | None]
 
@@ -253,12 +255,12 @@ class ReducibleCache:
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
         """See ReducibleSetting."""
-        wanted, least = replace(settings, expert_cache=self.wanted), self.least(settings)
-        if fitting.fits(wanted):
-            return wanted
+        requested, least = replace(settings, expert_cache=self.requested), self.least(settings)
+        if fitting.fits(requested):
+            return requested
         others = int(fitting.over(least)) + fitting.limit - self.sizes.least  # with the tables of a cache
         largest = largest_cache(self.sizes, fitting.limit, others)
-        n_bytes = fitting_bytes(self.sizes, self.wanted, largest, self.measured(largest))
+        n_bytes = fitting_bytes(self.sizes, self.requested, largest, self.measured(largest))
         found = replace(settings, expert_cache=n_bytes)
         while n_bytes > self.sizes.least and (over := fitting.over(found)) > 0:
             n_bytes = max(n_bytes - max(int(over), n_bytes // 32), self.sizes.least)  # memory comes in large pages
@@ -270,7 +272,7 @@ def _reducible_cache(target: Target, sizes: ExpertSizes, options: LoadOptions) -
     """The expert cache of a model, whose size auto takes from earlier runs."""
     is_auto = parse(options.expert_cache) == AUTO
     search = load_search(search_key(target.file, target.device.n_threads)) if is_auto else CacheSizeSearch()
-    return ReducibleCache(sizes, target.wanted.expert_cache, lambda largest: search.next_size(sizes.least, largest))
+    return ReducibleCache(sizes, target.requested.expert_cache, lambda largest: search.next_size(sizes.least, largest))
 
 
 def _sizes_of(file: ModelFile) -> FileSizes:
@@ -283,29 +285,29 @@ def _sizes_of(file: ModelFile) -> FileSizes:
 # ---- what is done without, in words ----------------------------------------------------------------------------------
 
 
-def _steps(target: Target, choice: DraftChoice | None, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
-    """What the settings have less of than is wanted."""
+def _steps(target: Target, choice: DraftChoice | None, requested: FitSettings, settings: FitSettings) -> Iterator[str]:
+    """What the settings have less of than was requested."""
     if choice is not None:
-        yield from _draft_steps(choice, wanted, settings)
-    if settings.expert_cache is not None and settings.expert_cache != wanted.expert_cache:
+        yield from _draft_steps(choice, requested, settings)
+    if settings.expert_cache is not None and settings.expert_cache != requested.expert_cache:
         assert target.sizes is not None
-        asked = target.sizes.total if wanted.expert_cache is None else wanted.expert_cache
-        rather = f"all experts, {human_bytes(asked)}" if wanted.expert_cache is None else human_bytes(asked)
+        asked = target.sizes.total if requested.expert_cache is None else requested.expert_cache
+        rather = f"all experts, {human_bytes(asked)}" if requested.expert_cache is None else human_bytes(asked)
         yield f"an expert cache of {human_bytes(settings.expert_cache)} rather than {rather}"
-    if settings.n_batch != wanted.n_batch:
-        yield f"batches of {settings.n_batch} tokens rather than {wanted.n_batch}, so prompts take longer"
+    if settings.n_batch != requested.n_batch:
+        yield f"batches of {settings.n_batch} tokens rather than {requested.n_batch}, so prompts take longer"
 
 
-def _draft_steps(choice: DraftChoice, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
+def _draft_steps(choice: DraftChoice, requested: FitSettings, settings: FitSettings) -> Iterator[str]:
     """The same of drafters."""
-    n_ctx = wanted.n_ctx
+    n_ctx = requested.n_ctx
     if settings.tables is None and choice.free:
         least = choice.table_bytes(n_ctx, choice.table_steps(n_ctx)[-2])
         yield f"no {' and '.join(choice.free)} drafts, which need {human_bytes(least)} to be of use"
-    elif settings.tables != wanted.tables:
-        tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, wanted)]
+    elif settings.tables != requested.tables:
+        tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, requested)]
         yield f"draft tables of {tables[0]} rather than {tables[1]}"
-    if choice.file is not None and settings.places != wanted.places:
+    if choice.file is not None and settings.places != requested.places:
         what = "draft head" if choice.file_name == "head" else "draft model"
         where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.places]
         yield f"no {what}{where}" if choice.is_shipped else f"no {what}{where} ({choice.file.path.name})"

@@ -23,7 +23,7 @@ S = TypeVar("S", bound=LoadSettings)
 
 @dataclass(frozen=True)
 class FitSettings(LoadSettings):
-    """The settings of a load, and what its drafters have less of than they want."""
+    """The settings of a load, and what its drafters have less of than they could use."""
 
     # draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such drafters
     tables: int | None = 0
@@ -91,21 +91,21 @@ def smaller_batches(n_batch: int) -> SteppedSetting:
     return SteppedSetting("n_batch", values)
 
 
-def least_settings(wanted: S, reducible: Sequence[ReducibleSetting]) -> S:
+def least_settings(requested: S, reducible: Sequence[ReducibleSetting]) -> S:
     """The settings with the least of everything."""
     for setting in reducible:
-        wanted = setting.least(wanted)
-    return wanted
+        requested = setting.least(requested)
+    return requested
 
 
-def fit(wanted: S, reducible: Sequence[ReducibleSetting], fitting: Fitting[S]) -> S | None:
-    """The settings to load with, those that are wanted if they fit; None where not even the least of everything does.
+def fit(requested: S, reducible: Sequence[ReducibleSetting], fitting: Fitting[S]) -> S | None:
+    """The settings to load with, those requested if they fit; None where not even the least of everything does.
 
     reducible: in the order in which things are given up.
     """
-    if fitting.fits(wanted):
-        return wanted
-    settings = wanted
+    if fitting.fits(requested):
+        return requested
+    settings = requested
     for n, setting in enumerate(reducible, start=1):
         settings = setting.least(settings)
         if fitting.fits(settings):

@@ -37,7 +37,7 @@ class ExpertCache(Protocol):
         ...
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """A layer will probably want these, the most probable first."""
+        """A layer will probably need these, the most probable first."""
         ...
 
     def warm(self, experts: Sequence[tuple[int, int]]) -> None:
@@ -58,7 +58,7 @@ class PrefetchingCache(ExpertCache, Protocol):
         ...
 
     def predictions(self) -> Sequence[tuple[int, int]]:
-        """By layer, how many experts were predicted, and how many of these were wanted."""
+        """By layer, how many experts were predicted, and how many of these were needed."""
         ...
 
 

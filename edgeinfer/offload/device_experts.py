@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import ExpertDevice, PassHook
 from edgeinfer.common.errors import BackendLost, warn
 from edgeinfer.common.overriding import override
-from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
+from edgeinfer.offload.placement import ExpertTimes, GpuCache, LayerScores, NeededExpert, assign_held
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
 _MOST_KNOWN = 1024  # decisions that are kept
@@ -76,7 +76,7 @@ class DeviceExperts(ExpertDevice):
         self._is_cached = is_cached
         self._cache = GpuCache(max(n_experts) + 1, max(n_experts.values()), device.n_slots, MEMORY)
         self._slots: dict[int, dict[int, int]] = {layer: {} for layer in n_experts}  # by layer and expert
-        self._seen: list[Wanted] = []  # by the pass that runs
+        self._seen: list[LayerScores] = []  # by the pass that runs
         self._known: dict[tuple[tuple[int, bool], ...], Sequence[int]] = {}  # places of what is taken, see _taken
         self._pass_seconds = self._upload_seconds = 0.0
         self._reason: str | None = None  # why the device was dropped, until that is said
@@ -95,9 +95,9 @@ class DeviceExperts(ExpertDevice):
         """A line for people: what it holds, and what it did since the model was loaded."""
         if self._device is None:
             return f"all computed by the CPU: {self.title} failed"
-        n_wanted = self.stats.taken + self.stats.left
+        n_needed = self.stats.taken + self.stats.left
         return (
-            f"{self.n_slots} on {self.title}, which computed {self.stats.taken / max(1, n_wanted):.0%} of those wanted"
+            f"{self.n_slots} on {self.title}, which computed {self.stats.taken / max(1, n_needed):.0%} of those needed"
         )
 
     def holds(self, layer: int, expert: int) -> bool:
@@ -131,25 +131,25 @@ class DeviceExperts(ExpertDevice):
             return ()
         most, held = max(rows), self._slots[layer]
         self._seen.append((layer, experts, rows if most == 1 else [n / most for n in rows]))
-        wants = tuple([(n, expert in held) for expert, n in zip(experts, rows, strict=True)])
-        places = self._known.get(wants)
+        needs = tuple([(n, expert in held) for expert, n in zip(experts, rows, strict=True)])
+        places = self._known.get(needs)
         if places is None:
-            places = self._taken(wants)
+            places = self._taken(needs)
             if len(self._known) < _MOST_KNOWN:
-                self._known[wants] = places
+                self._known[needs] = places
         self.stats.taken += len(places)
         self.stats.left += len(experts) - len(places)
         return [experts[place] for place in places]
 
-    def _taken(self, wants: Sequence[tuple[int, bool]]) -> Sequence[int]:
-        """Which of these the device takes. wants: of each expert its rows, and whether the device holds it."""
-        if not any(is_held for _, is_held in wants):
+    def _taken(self, needs: Sequence[tuple[int, bool]]) -> Sequence[int]:
+        """Which of these the device takes. needs: of each expert its rows, and whether the device holds it."""
+        if not any(is_held for _, is_held in needs):
             return ()
-        wanted = [
-            WantedExpert(place, n, is_held, not (is_held and self._is_cached))
-            for place, (n, is_held) in enumerate(wants)
+        needed = [
+            NeededExpert(place, n, is_held, not (is_held and self._is_cached))
+            for place, (n, is_held) in enumerate(needs)
         ]
-        return assign_held(wanted, self.times).gpu
+        return assign_held(needed, self.times).gpu
 
     @override
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:

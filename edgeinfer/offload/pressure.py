@@ -90,9 +90,9 @@ class MemoryPressure:
             self._resize(min(self.n_bytes + min(self._cache.n_bytes // _GROW, room), self._cache.n_bytes))
 
     def _give_back(self, memory: MachineMemory) -> None:
-        wanted = max(memory.floor - memory.available, self._cache.n_bytes // _SHRINK)
+        needed = max(memory.floor - memory.available, self._cache.n_bytes // _SHRINK)
         before = self.n_bytes
-        self._resize(self.n_bytes - wanted)
+        self._resize(self.n_bytes - needed)
         if self.n_bytes < before and not self.has_given_back:
             self.has_given_back = True
             warn(

@@ -12,7 +12,7 @@ class LayerStats(Protocol):
 
     @property
     def lookups(self) -> int:
-        """Experts that passes wanted."""
+        """Experts that passes needed."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class LayerStats(Protocol):
 
     @property
     def useful(self) -> int:
-        """Of these, wanted before they were evicted."""
+        """Of these, needed before they were evicted."""
         ...
 
     @property
@@ -65,10 +65,10 @@ class ExpertReads:
     """Figures of an expert cache over some passes."""
 
     cache_bytes: int  # its size
-    wanted: int = 0  # experts that passes wanted, each once in a layer of a pass
+    needed: int = 0  # experts that passes needed, each once in a layer of a pass
     hits: int = 0  # those that were in memory
     bytes_read: int = 0  # from disk
-    # prefetches, useful: experts that were read ahead, and those of them that were wanted
+    # prefetches, useful: experts that were read ahead, and those of them that were needed
     prefetches: int = 0
     useful: int = 0
     waited_seconds: float = 0.0  # of a thread that computes, on average
@@ -76,8 +76,8 @@ class ExpertReads:
 
     @property
     def hit_rate(self) -> float:
-        """Hits over wanted ones, 1 where nothing was wanted."""
-        return self.hits / self.wanted if self.wanted else 1.0
+        """Hits over needed ones, 1 where nothing was needed."""
+        return self.hits / self.needed if self.needed else 1.0
 
     def since(self, before: ExpertReads) -> ExpertReads:
         """What was added since other figures of the same cache."""

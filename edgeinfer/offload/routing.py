@@ -41,7 +41,7 @@ class Routing:
         return int(self.chosen.shape[1])
 
     def passes(self) -> Iterator[tuple[bool, list[list[int]]]]:
-        """Of each pass: whether it is of the prompt, and by layer the experts that its rows want, ascending."""
+        """Of each pass: whether it is of the prompt, and by layer the experts that its rows need, ascending."""
         first = 0
         for length in [1] * self.n_tokens if self.pass_lengths is None else self.pass_lengths:
             rows = self.chosen[first : first + length]

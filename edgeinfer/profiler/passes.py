@@ -53,7 +53,7 @@ class Passes:
         found = float(np.interp(n, sizes, [self.whole[size] for size in sizes]))
         if n > sizes[-1]:
             found *= n / sizes[-1]
-        if self.n_experts:  # n tokens want more experts than one, which are more bytes to read
+        if self.n_experts:  # n tokens need more experts than one, which are more bytes to read
             union = union_of(n, self.n_experts, self.n_used)
             found = max(found, self.whole[1] * (1.0 + self.expert_share * (union - 1.0)))
         row = self.row_position + (n - 1) * self.row_position_long

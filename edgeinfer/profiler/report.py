@@ -170,7 +170,7 @@ class _Profiler:
     def __init__(self, planner: Planner, wishes: Wishes, prompt_tokens: int) -> None:
         file = planner.file
         self._planner = planner
-        self._settings = settings = planner.wanted
+        self._settings = settings = planner.requested
         self._planned = planned = planner.planned(settings)
         self._prompt_tokens = prompt_tokens
         self._sizes = planner.experts

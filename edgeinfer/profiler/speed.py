@@ -72,13 +72,13 @@ class SpeedModel:
         return (1.0 - hits.share) * self.work.expert_bytes / disk
 
     def _prompt_read_seconds(self, n_tokens: int, cache_bytes: int) -> float:
-        """Until the disk has given all experts that a prompt wants and the cache lacks; computing overlaps with it."""
+        """Until the disk has given all experts that a prompt needs and the cache lacks; computing overlaps with it."""
         disk, work = self.machine.disk_bytes_per_second, self.work
         if not disk:
             return 0.0
-        wanted = work.expert_bytes * union_of(n_tokens, work.n_experts, work.n_used)
+        needed = work.expert_bytes * union_of(n_tokens, work.n_experts, work.n_used)
         in_all = work.expert_bytes * work.n_experts / max(1, work.n_used)
-        return max(0.0, 1.0 - cache_bytes / max(1.0, in_all)) * wanted / disk
+        return max(0.0, 1.0 - cache_bytes / max(1.0, in_all)) * needed / disk
 
     def _drafted(self, planned: Planned, n_past: int, read: float) -> Drafted | None:
         """The speed with a draft model or a head, with the number of draft tokens that gives the most."""

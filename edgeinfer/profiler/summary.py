@@ -55,8 +55,8 @@ def _summary(file: ModelFile) -> Summary:
         return Summary(*about)
     try:
         with closing(Planner(file, _OPTIONS)) as planner:
-            wanted = planner.wanted
-            return Summary(*about, "native", None, wanted.n_ctx, planner.planned(wanted).ledger.peak)
+            requested = planner.requested
+            return Summary(*about, "native", None, requested.n_ctx, planner.planned(requested).ledger.peak)
     except UnsupportedModel as error:
         has_llama_cpp = importlib.util.find_spec("llama_cpp") is not None
         return Summary(*about, "llama.cpp" if has_llama_cpp else None, _without_path(error, file))

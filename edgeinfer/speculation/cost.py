@@ -32,7 +32,7 @@ _MOST_AT_ONCE = 1.5  # what a pass that is slow while others are not counts as a
 class CostCurve:
     """Seconds of forward passes with all logits, as measured.
 
-    Of a model with experts also: unions: bytes of the experts that n tokens wanted in these passes, each expert once,
+    Of a model with experts also: unions: bytes of the experts that n tokens needed in these passes, each expert once,
     over those of one token.
     """
 

@@ -1,6 +1,6 @@
 """Draft tokens whose experts would have to be read from disk, as far as that can be told before the pass.
 
-A token mostly wants experts that it wanted before (as in Fate, Fang et al., arXiv:2502.12224, for the first layer). How
+A token mostly needs experts that it needed before (as in Fate, Fang et al., arXiv:2502.12224, for the first layer). How
 often that is right is measured with each pass; where it is not, nothing is left out.
 """
 
@@ -94,7 +94,7 @@ class ExpertForecast:
 
     @property
     def precision(self) -> float:
-        """Share of the experts predicted for a token that were absent and that it wanted."""
+        """Share of the experts predicted for a token that were absent and that it needed."""
         return self._right / self._predicted if self._predicted else 0.0
 
     @property
@@ -162,7 +162,7 @@ class ExpertForecast:
         return absent
 
     def _measure(self, tokens: Sequence[int], used: NDArray[np.uint16], absent: NDArray[np.bool_]) -> None:
-        """Compare predictions of absent experts with what a pass wanted. absent: before it."""
+        """Compare predictions of absent experts with what a pass needed. absent: before it."""
         known, predicted = self._table.experts(tokens)
         if not known:
             return

@@ -80,7 +80,7 @@ def open_speculator(
 
 
 def _forecast(session: Session) -> ExpertForecast | None:
-    """Which experts tokens want, for a model some of whose experts are read from disk."""
+    """Which experts tokens need, for a model some of whose experts are read from disk."""
     if not isinstance(session, NativeSession) or (cache := session.model.expert_cache) is None:
         return None
     layers = experts_in(session.spec)

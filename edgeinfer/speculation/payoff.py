@@ -65,7 +65,7 @@ class Payoff:
         return self._left_to_rest > 0
 
     @property
-    def wants_plain_step(self) -> bool:
+    def needs_plain_step(self) -> bool:
         """Whether the next step is to be made without drafts, and without asking for any."""
         every = _PROBE_EVERY if self._plain.steps >= _ENOUGH else _FIRST_PROBES
         return self.is_resting or self._since_plain >= every

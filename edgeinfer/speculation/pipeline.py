@@ -37,7 +37,7 @@ _MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
 @dataclass(slots=True)
 class Job:
-    """What the engine wants decoded."""
+    """What the engine asks for."""
 
     text: list[int]  # the tokens so far, the last of which is not committed; extended by what is sampled
     limit: int  # most tokens
@@ -206,7 +206,7 @@ class Speculator:
     def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
         """Draft, verify, commit; the new tokens, at least one."""
         started = perf_counter()
-        n_past, is_plain = self._session.n_past, self._payoff.wants_plain_step
+        n_past, is_plain = self._session.n_past, self._payoff.needs_plain_step
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         if is_plain:
             self._stop_background()
@@ -216,7 +216,7 @@ class Speculator:
         n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
         batch, parents = _batch(job.text[-1], tree, n_padding)
         drafted = perf_counter()
-        out = self._session.forward(batch, parents, logits="all", hidden=self._wanted_taps())
+        out = self._session.forward(batch, parents, logits="all", hidden=self._needed_taps())
         verified = perf_counter()
         new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
@@ -248,10 +248,10 @@ class Speculator:
         else:
             self.costs.observe(n, n_past, 1e3 * seconds, is_disturbed)
 
-    def _wanted_taps(self) -> bool | tuple[int, ...]:
+    def _needed_taps(self) -> bool | tuple[int, ...]:
         """The hidden states that this step's pass must return."""
-        is_wanted = any(state.feature_drafter and not state.is_dropped for state in self._states)
-        return self.taps if is_wanted else False
+        is_needed = any(state.feature_drafter and not state.is_dropped for state in self._states)
+        return self.taps if is_needed else False
 
     def _draft(
         self, job: Job, context: Context, max_nodes: int, stats: StatsCounter

@@ -185,7 +185,7 @@ def find_drafters(
     """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
     "auto" includes the head that this package ships for the target, if there is one.  plan: of the target as it is
-    wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
+    requested.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
     tokens that a pass is to verify.
     """
     free, name = drafters_named(draft)

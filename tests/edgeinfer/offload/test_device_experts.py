@@ -14,7 +14,7 @@ from edgeinfer.offload.device_experts import DeviceExperts, measured_seconds
 from edgeinfer.offload.device_experts_size import check_device, parse_bytes, slots_of
 from edgeinfer.offload.placement import (
     ExpertTimes,
-    WantedExpert,
+    NeededExpert,
     assign_held,
 )
 
@@ -92,7 +92,7 @@ def test_it_takes_what_it_holds_where_that_is_faster() -> None:
     slow = made(FakeDevice(), ExpertTimes(cpu=lambda rows: 1.0, gpu=lambda rows: 9.0, transfer=float("inf")))
     assert not slow.choose(1, [0, 1, 2], [1, 1, 1])
     assert (device_experts.stats.taken, device_experts.stats.left) == (2, 4)
-    assert device_experts.describe() == "4 on fake, which computed 33% of those wanted"
+    assert device_experts.describe() == "4 on fake, which computed 33% of those needed"
 
 
 def test_what_is_not_in_memory_stays_with_the_device() -> None:
@@ -184,13 +184,13 @@ def test_a_device_is_timed_with_the_way_there_and_back() -> None:
 def test_without_transfers_the_quick_rule_is_as_good_as_the_planner(rng: np.random.Generator) -> None:
     times = ExpertTimes(cpu=lambda rows: 1.0 * rows, gpu=lambda rows: 0.5 + 0.3 * rows, transfer=float("inf"))
     for _ in range(200):
-        wanted = [WantedExpert(expert, int(rng.integers(1, 9)), bool(rng.random() < 0.6)) for expert in range(8)]
-        found = assign_held(wanted, times)
-        assert set(found.gpu) <= {of.expert for of in wanted if of.on_gpu} and not found.transfers
+        needed = [NeededExpert(expert, int(rng.integers(1, 9)), bool(rng.random() < 0.6)) for expert in range(8)]
+        found = assign_held(needed, times)
+        assert set(found.gpu) <= {of.expert for of in needed if of.on_gpu} and not found.transfers
         assert sorted(found.gpu + found.cpu) == list(range(8))
-        assert found.seconds <= where_held(wanted, times).seconds
-        assert found.seconds <= 1.2 * assign(wanted, times).seconds
-    alone = [WantedExpert(0, 1, on_gpu=True)]
+        assert found.seconds <= where_held(needed, times).seconds
+        assert found.seconds <= 1.2 * assign(needed, times).seconds
+    alone = [NeededExpert(0, 1, on_gpu=True)]
     assert assign_held(alone, ExpertTimes(lambda rows: 1.0, lambda rows: 2.0, 1.0)) == on_cpu(
         alone, ExpertTimes(lambda rows: 1.0, lambda rows: 2.0, 1.0)
     )
@@ -210,11 +210,11 @@ class Buffers:
 
 
 @pytest.mark.parametrize(
-    "wanted, room, n_slots",
+    "needed, room, n_slots",
     [("auto", 10_000, 16), ("auto", 500, 4), (None, 500, 4), (350, 500, 3), ("25%", 500, 4), (9_999, 2_000, 16)],
 )
-def test_slots(wanted: object, room: int, n_slots: int) -> None:
-    assert slots_of(parse_bytes(wanted), Buffers(), room, "fake") == n_slots
+def test_slots(needed: object, room: int, n_slots: int) -> None:
+    assert slots_of(parse_bytes(needed), Buffers(), room, "fake") == n_slots
 
 
 def test_what_does_not_fit_is_refused_with_what_does() -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
-from wants_plain_step import WANTS_PLAIN_STEP
+from needs_plain_step import NEEDS_PLAIN_STEP
 
 from edgeinfer.speculation import pipeline
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -119,7 +119,7 @@ def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monk
 
 
 def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, plain, model, monkeypatch):
-    monkeypatch.setattr(Payoff, "wants_plain_step", WANTS_PLAIN_STEP)
+    monkeypatch.setattr(Payoff, "needs_plain_step", NEEDS_PLAIN_STEP)
     asked = []
 
     def slow(context, limit):

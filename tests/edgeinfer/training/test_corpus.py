@@ -167,7 +167,7 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     check_settings(path, {"seed": 1, "context": 96})
     check_settings(path, {"seed": 1, "context": 96})
     assert json.loads(path.read_text()) == {"seed": 1, "context": 96}
-    with pytest.raises(InvalidArgument, match="was made with seed = 1, wanted is 2: name another folder"):
+    with pytest.raises(InvalidArgument, match="was made with seed = 1, expected is 2: name another folder"):
         check_settings(path, {"seed": 2, "context": 96})
 
 

@@ -204,7 +204,7 @@ def test_a_tree_of_one_call_is_a_part_of_the_tree_made_level_by_level(drafting, 
     drafter, text = drafter_of(drafting), texts[0][:40]
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     device_drafting, drafter._device_drafting = drafter._device_drafting, None
-    device_drafting.learn = lambda probability: None  # as many levels are wanted each time
+    device_drafting.learn = lambda probability: None  # as many levels are needed each time
     level_by_level = drafter.propose(after(drafter, drafting, text, n_unverified), 400)
     drafter._device_drafting = device_drafting
     context = after(drafter, drafting, text, n_unverified)
@@ -382,7 +382,7 @@ def test_each_token_passes_once_and_drafts_take_few_rows(drafting):
 
 
 def test_hidden_states_are_requested_only_where_a_drafter_needs_them(opened, model, head):
-    for draft, wanted in (("auto", False), ([str(head)], True)):
+    for draft, needed in (("auto", False), ([str(head)], True)):
         engine = always(opened(model, draft=draft))
         forward, asked = engine.session.forward, set()
 
@@ -392,8 +392,8 @@ def test_hidden_states_are_requested_only_where_a_drafter_needs_them(opened, mod
 
         engine.session.forward = recorded
         tokens_of(engine, n=20)
-        assert asked == {wanted}
-        assert isinstance(drafter_of(engine), FeatureDrafter) == wanted
+        assert asked == {needed}
+        assert isinstance(drafter_of(engine), FeatureDrafter) == needed
 
 
 @pytest.mark.parametrize("room", range(1, 12))

@@ -125,11 +125,11 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
     _, guessing, read = open_drafter()
     text = list(range(20, 40))
     monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])
-    wanted = plain.propose(context_of(text), 31)
+    needed = plain.propose(context_of(text), 31)
     chain, node = [], -1
-    while node in wanted.parents:
-        node = wanted.parents.index(node)
-        chain.append(wanted.tokens[node])
+    while node in needed.parents:
+        node = needed.parents.index(node)
+        chain.append(needed.tokens[node])
 
     def oracle(guesses, after, most, milliseconds):
         assert list(after[: len(text)]) == text
@@ -140,8 +140,8 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
     monkeypatch.setattr(NgramLookup, "find", oracle)
     drafted = guessing.propose(context_of(text), limit)
     n = len(drafted)
-    assert n == limit and drafted.tokens == wanted.tokens[:n] and drafted.parents == wanted.parents[:n]
-    assert drafted.p == wanted.p[:n] and drafted.buckets == wanted.buckets[:n]
+    assert n == limit and drafted.tokens == needed.tokens[:n] and drafted.parents == needed.parents[:n]
+    assert drafted.p == needed.p[:n] and drafted.buckets == needed.buckets[:n]
     n_past = guessing.session.n_past
     assert guessing._tokens[:n_past] == [*text, *chain][:n_past]
     if n_wrong == 0 and limit > 6:
