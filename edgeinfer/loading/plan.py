@@ -301,9 +301,9 @@ def _steps(target: Target, choice: DraftChoice | None, requested: FitSettings, s
 def _draft_steps(choice: DraftChoice, requested: FitSettings, settings: FitSettings) -> Iterator[str]:
     """The same of drafters."""
     n_ctx = requested.n_ctx
-    if settings.tables is None and choice.free:
+    if settings.tables is None and choice.model_free:
         least = choice.table_bytes(n_ctx, choice.table_steps(n_ctx)[-2])
-        yield f"no {' and '.join(choice.free)} drafts, which need {human_bytes(least)} to be of use"
+        yield f"no {' and '.join(choice.model_free)} drafts, which need {human_bytes(least)} to be of use"
     elif settings.tables != requested.tables:
         tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, requested)]
         yield f"draft tables of {tables[0]} rather than {tables[1]}"

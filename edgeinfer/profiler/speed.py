@@ -38,7 +38,7 @@ class Speed:
     first_token_seconds: float  # for a prompt of prompt_tokens
     hit_rate: HitRate | None = None  # of the expert cache, None where all is in memory
     read_seconds: float = 0.0  # a token waits for the disk
-    # None without a draft model or a head; drafters without a model make repeated text faster by what no header tells
+    # None without a draft model or a head; model-free drafters make repeated text faster by what no header tells
     drafted: Drafted | None = None
 
 

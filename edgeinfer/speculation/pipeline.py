@@ -30,7 +30,7 @@ from edgeinfer.speculation.verify import Draw, accept
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
 _MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts
-# Least expected speed of a drafter with a model relative to plain decoding, and relative to the free drafts of the
+# Least expected speed of a model-based drafter relative to plain decoding, and relative to the model-free drafts of the
 # step; the latter is below 1 because its drafts are merged with them.
 _MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
@@ -59,7 +59,7 @@ class Speculator:
     """Decodes with drafts. What the drafters know and what was learnt about them is kept across requests.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
-    draft_max: most nodes of a tree.  placements: of drafters with a model, by name.  acceptance_rates: where measured
+    draft_max: most nodes of a tree.  placements: of model-based drafters, by name.  acceptance_rates: where measured
     beforehand, by name of the drafter.  forecast: of the target's experts, where some are read from disk.
     """
 
@@ -146,8 +146,8 @@ class Speculator:
     def interrupt(self) -> None:
         """Stop a drafter that is working; callable from any thread."""
         for state in self._states:
-            if state.costly:
-                state.costly.interrupt()
+            if state.model_based:
+                state.model_based.interrupt()
 
     def close(self) -> None:
         """Free the drafters, and keep the corrected cost curves."""
@@ -175,8 +175,8 @@ class Speculator:
         for state in self._states:
             context.acceptance = state.table
             with state.guarded(stats):
-                if state.costly and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
-                    state.costly.prefill(context)
+                if state.model_based and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
+                    state.model_based.prefill(context)
         self._payoff.start_request(perf_counter() - started)
         return context
 
@@ -256,7 +256,7 @@ class Speculator:
     def _draft(
         self, job: Job, context: Context, max_nodes: int, stats: StatsCounter
     ) -> tuple[list[Proposal], VerifyTree]:
-        """The drafters' proposals, and the tree to verify: of free drafters first, then of those with a model."""
+        """The drafters' proposals, and the tree to verify: model-free drafters first, then model-based ones."""
         verify_ms = self.costs.milliseconds(self._session.n_past)
         if max_nodes < 1 or job.n_left < 2:
             return [], VerifyTree()
@@ -264,25 +264,25 @@ class Speculator:
         min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
         limits = max_nodes, max_depth, min_probability
         for state in self._states:
-            if not state.costly and state.is_active:
+            if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
         tree = VerifyTree()
         if proposals:
             tree = self._select(context, proposals, verify_ms, limits)
-        free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
+        model_free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
         for state in self._states:
-            if state.costly and not state.is_dropped:
+            if state.model_based and not state.is_dropped:
                 asked = perf_counter()
                 state.table.min_probability, state.table.max_wait_ms = min_probability, _MAX_WAIT * verify_ms[1]
                 with state.guarded(stats):
-                    self._prepare(state, context, free_rate, verify_ms, job, min(max_nodes, max_depth))
+                    self._prepare(state, context, model_free_rate, verify_ms, job, min(max_nodes, max_depth))
                     if not state.is_asked:
                         continue
-                costly: list[Proposal] = []
-                self._ask(state, context, max_nodes, costly, stats)
-                proposals = costly + proposals  # more reliable than those that copy
+                of_model: list[Proposal] = []
+                self._ask(state, context, max_nodes, of_model, stats)
+                proposals = of_model + proposals  # more reliable than those that copy
                 self._record_wait(state, asked)
                 spent_ms = 1e3 * (perf_counter() - started)
                 tree = self._select(context, proposals, verify_ms, limits, spent_ms)
@@ -311,15 +311,18 @@ class Speculator:
         self,
         state: DrafterState,
         context: Context,
-        free_rate: float,
+        model_free_rate: float,
         verify_ms: Sequence[float],
         job: Job,
         max_nodes: int,
     ) -> None:
-        """Decide whether a drafter with a model is asked in this step, and set when its chain is long enough."""
-        was_asked, state.is_asked = state.is_asked, self._is_worth_asking(state, context, free_rate, verify_ms, job)
-        if state.is_asked and state.costly:
-            token_ms, prefill_ms = state.costly.cost(context)
+        """Decide whether a model-based drafter is asked in this step, and set when its chain is long enough."""
+        was_asked, state.is_asked = (
+            state.is_asked,
+            self._is_worth_asking(state, context, model_free_rate, verify_ms, job),
+        )
+        if state.is_asked and state.model_based:
+            token_ms, prefill_ms = state.model_based.cost(context)
             state.table.length_rule = ChainLengthRule(verify_ms, token_ms, prefill_ms, max_nodes)
         elif state.background and was_asked:
             state.background.interrupt()
@@ -360,18 +363,18 @@ class Speculator:
                 self._timeline.add("draft", started, ended, 0)
 
     def _is_worth_asking(
-        self, state: DrafterState, context: Context, free_rate: float, verify_ms: Sequence[float], job: Job
+        self, state: DrafterState, context: Context, model_free_rate: float, verify_ms: Sequence[float], job: Job
     ) -> bool:
-        """Whether a drafter with a model is expected to be faster than free_rate tokens per millisecond.
+        """Whether a model-based drafter is expected to be faster than model_free_rate tokens per millisecond.
 
         The cost of its prefill is compared with what it saves over the tokens to come: those that an answer usually
         has, or as many again as there are by now.
         """
-        if state.costly is None or state.is_dropped or self._draft_max < 1:
+        if state.model_based is None or state.is_dropped or self._draft_max < 1:
             return False
         own_rate, prefill_ms = state.rate(context, verify_ms, self._draft_max)
         n_left = min(job.n_left, max(self._answer_tokens - job.n_drawn, job.n_drawn))
-        other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * free_rate)
+        other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * model_free_rate)
         return own_rate * verify_ms[1] > _MIN_GAIN and (1.0 / other_rate - 1.0 / own_rate) * n_left > prefill_ms
 
     def _learn(

@@ -38,7 +38,7 @@ _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 class DraftPlan:
     """The drafters to use and their bytes, before anything is loaded."""
 
-    tables: dict[str, int]  # the drafters without a model, by name, and the size of their tables in tokens or rows
+    tables: dict[str, int]  # the model-free drafters, by name, and the size of their tables in tokens or rows
     n_vocab: int  # tokens that the target has
     # bytes of all drafters, by part: "weights", "caches", "rows", "features", "tables"
     parts: dict[str, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class DraftPlan:
 class DraftChoice:
     """What can draft beside a target, before it is known how much memory there is."""
 
-    free: tuple[str, ...]  # names of drafters without a model
+    model_free: tuple[str, ...]  # names of model-free drafters
     n_vocab: int
     # target, n_threads: of the target
     target: ModelFile
@@ -98,7 +98,7 @@ class DraftChoice:
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
         """Values of FitSettings.tables, the largest tables first, down to the least that are of use, and to none."""
-        if not self.free:
+        if not self.model_free:
             return [0]
         steps = 0
         while self.table_sizes(n_ctx, steps + 1) != self.table_sizes(n_ctx, steps):
@@ -110,7 +110,7 @@ class DraftChoice:
         if tables is None:
             return {}
         most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
-        return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.free}
+        return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.model_free}
 
     def table_bytes(self, n_ctx: int, tables: int | None) -> int:
         """Bytes of these tables."""

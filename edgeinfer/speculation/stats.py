@@ -29,7 +29,7 @@ class Speculation:
     by_drafter: Mapping[str, DraftCounts]
     by_depth: Sequence[DraftCounts]
     draft_seconds: float  # making and selecting drafts, and learning from them
-    waited_seconds: float  # the part of draft_seconds in which the target waited for drafters with a model
+    waited_seconds: float  # the part of draft_seconds in which the target waited for model-based drafters
     verify_seconds: float  # in forward passes
     step_seconds: float  # all of it together
     # what the same tokens would have taken without drafts, at the speed of the steps without any that were made among

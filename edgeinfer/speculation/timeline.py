@@ -22,7 +22,7 @@ class Event(NamedTuple):
 class Timeline:
     """Events in the order in which they ended.
 
-    verify: a forward pass of the target.  draft: work of a drafter with a model.  wait: time that the target spent
+    verify: a forward pass of the target.  draft: work of a model-based drafter.  wait: time that the target spent
     waiting for such a drafter; with overlapped drafting only this part of drafting costs anything.
     """
 

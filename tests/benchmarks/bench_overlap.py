@@ -34,7 +34,7 @@ from edgeinfer.cli.plotting import draw_timeline
 from edgeinfer.engine import Engine
 from edgeinfer.loading.open import default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
-from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.base import ModelBasedDrafter
 from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.timeline import Timeline
@@ -72,7 +72,7 @@ def answer(engine: Engine, n_tokens: int, speculator: Speculator | None) -> tupl
     return completion, completion.timings.decode_seconds
 
 
-def figures(engine: Engine, drafter: CostlyDrafter, costs: CostModel, plain: Any, seconds: float) -> dict[str, Any]:
+def figures(engine: Engine, drafter: ModelBasedDrafter, costs: CostModel, plain: Any, seconds: float) -> dict[str, Any]:
     """Of an answer that is drafted by it."""
     speculator = Speculator(engine.session, [drafter], costs, engine.tokenizer.n_vocab, MAX_TOKENS - 1)
     speculator.timeline = timeline = Timeline()

@@ -1,4 +1,4 @@
-"""When drafters with a model are asked, and what they run."""
+"""When model-based drafters are asked, and what they run."""
 
 import time
 
