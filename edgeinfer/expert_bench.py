@@ -1,4 +1,4 @@
-"""A model with expert caches of several sizes: speed, bytes read, hits beside the best possible, and equality."""
+"""Measures a model with expert caches of several sizes: speed, bytes read, hit rate beside the best, equality."""
 
 from __future__ import annotations
 

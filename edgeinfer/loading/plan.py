@@ -1,4 +1,4 @@
-"""What a load will take and what it does without: the model, its drafters and a device, within one limit of memory."""
+"""The plan of a load within a limit of memory: model, drafters, device for experts, and what is reduced to fit."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class LoadPlan:
     # requested, settings: what was to be loaded, and what will be
     requested: FitSettings
     settings: FitSettings
-    steps: Sequence[str]  # what is done without, in words
+    steps: Sequence[str]  # what was reduced to fit, in words
     dropped: Mapping[str, str]  # drafters that cannot be used, with the reason
 
     def tell(self) -> None:
-        """Warn of what is done without."""
+        """Warn of what was reduced to fit."""
         if self.drafters is None:
             warn_of_dropped(self.dropped)
         if self.steps:
-            warn(f"{self.limit}, which is too little for all of it: loading with {'; '.join(self.steps)}")
+            warn(f"not enough memory, {self.limit}; reduced: {'; '.join(self.steps)}")
 
     def close(self) -> None:
         """Close the files of drafters."""
@@ -100,7 +100,7 @@ def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
 
 
 def plan_without_drafters(file: ModelFile, options: LoadOptions) -> LoadPlan:
-    """What `edgeinfer.load` would do with nothing that drafts; tells what is done without. Errors as there."""
+    """What `edgeinfer.load` would do without drafters; warns of what was reduced to fit. Errors as there."""
     plan = _Load(Planner(choose_target(file, options), lambda draft: None), options).plan()
     plan.tell()
     return plan
@@ -213,7 +213,7 @@ class _Load:
 
     @cached_property
     def _reducible(self) -> Sequence[ReducibleSetting]:
-        """What can be done with less of, the least useful first."""
+        """The settings that can be reduced, the least useful first."""
         target, choice = self._target, self._choice
         reducible: list[ReducibleSetting] = []
         if choice is not None:
@@ -282,7 +282,7 @@ def _sizes_of(file: ModelFile) -> FileSizes:
     return FileSizes(file.path, file.n_bytes, sum(info.n_bytes for info in matrices), n_weights)
 
 
-# ---- what is done without, in words ----------------------------------------------------------------------------------
+# ---- what was reduced, in words --------------------------------------------------------------------------------------
 
 
 def _steps(target: Target, choice: DraftChoice | None, requested: FitSettings, settings: FitSettings) -> Iterator[str]:

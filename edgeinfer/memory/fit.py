@@ -1,9 +1,9 @@
-"""What fits into a limit of memory: settings with less of some things, in a fixed order. Pure: plans are numbers.
+"""Fits the settings of a load into a limit of memory: reduces some, in a fixed order. Pure: plans are numbers.
 
-A load gives up the least useful first: draft tables become smaller, a draft model or a head is left out, the expert
-cache becomes smaller, and last the batch. None of them changes the text. Where a step makes the plan fit, what was
-given up before it comes back as far as there is room. What a caller would notice, as a shorter context or a smaller
-cache type, is only proposed or listed.
+The least useful is reduced first: draft tables shrink, a draft model or a head is left out, the expert cache shrinks,
+and last the batch. None of them changes the output. Once the plan fits, what was reduced before the last step grows
+again as far as there is room. What a caller would notice, such as a shorter context or a smaller cache type, is only
+proposed or listed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ S = TypeVar("S", bound=LoadSettings)
 
 @dataclass(frozen=True)
 class FitSettings(LoadSettings):
-    """The settings of a load, and what its drafters have less of than they could use."""
+    """The settings of a load, and how far those of its drafters are reduced."""
 
     # draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such drafters
     tables: int | None = 0
@@ -33,10 +33,10 @@ class FitSettings(LoadSettings):
 
 
 class ReducibleSetting(Protocol):
-    """One setting that a load can do with less of."""
+    """A setting that a load can reduce."""
 
     def least(self, settings: S) -> S:
-        """The settings with as little of it as a load can do with."""
+        """The settings with the least of it that a load can run with."""
         ...
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
@@ -101,7 +101,7 @@ def least_settings(requested: S, reducible: Sequence[ReducibleSetting]) -> S:
 def fit(requested: S, reducible: Sequence[ReducibleSetting], fitting: Fitting[S]) -> S | None:
     """The settings to load with, those requested if they fit; None where not even the least of everything does.
 
-    reducible: in the order in which things are given up.
+    reducible: in the order in which they are reduced.
     """
     if fitting.fits(requested):
         return requested

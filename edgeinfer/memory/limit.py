@@ -1,4 +1,4 @@
-"""How much memory a load may take: what was asked for with a budget, or what is free less a margin."""
+"""How much memory a load may take: the budget, or what is free less a margin."""
 
 from __future__ import annotations
 

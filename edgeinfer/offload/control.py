@@ -1,4 +1,4 @@
-"""What is decided about the experts of a loaded model while it runs: told of each pass, it sets prefetch and learns."""
+"""Controls the experts of a loaded model while it runs: gets the figures of each pass, sets prefetch, counts uses."""
 
 from __future__ import annotations
 

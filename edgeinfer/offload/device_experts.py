@@ -1,4 +1,5 @@
-"""Experts on a second device: which of a layer's it computes, and which it holds (HybriMoE, arXiv:2504.05897).
+"""Experts on a second device, experimental: which of a layer's it computes, and which it holds (HybriMoE,
+arXiv:2504.05897).
 
 Within a pass nothing is moved to the device. Between passes experts that are used more take the place of those that are
 used less, in a small share of the time.

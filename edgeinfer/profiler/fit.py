@@ -41,8 +41,8 @@ class Fitted:
 def fitting(planner: Planner, requested: LoadSettings, budget: int, speed_of: SpeedOf) -> list[Fitted]:
     """For each cache type, drafter, batch and expert cache the longest context that fits, best first.
 
-    Best is BEST; of settings that are equal in all of it the one with the larger batch. What is no better than another
-    in anything is left out.
+    Best is BEST; of settings that are equal in all of it the one with the larger batch. A setting nowhere better
+    than another one is left out.
     """
     found = []
     for settings in _choices(planner, requested):

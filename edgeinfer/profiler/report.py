@@ -39,7 +39,7 @@ class AtContext:
 
     ledger: Ledger
     n_ctx: int
-    speed: Speed  # after a full one, for such a prompt
+    speed: Speed  # at the end of a full one, for a prompt as long
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ MODEL_FREE = ("suffix", "recycling")  # those without a model
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
     """(names of model-free drafters, file of a draft model or a head) that `draft` means.
 
-    "auto": all free ones; the name of one: that one; a file: all free ones and it. A sequence: what it names. Raises
+    "auto": all of them; the name of one: that one; a file: all of them and it. A sequence: what it names. Raises
     InvalidArgument for two files.
     """
     if draft == "auto":

@@ -1,4 +1,4 @@
-"""Whether drafting pays, measured as a whole: the speed with drafts beside that without, under the same load.
+"""Whether drafting pays, measured as a whole: the speed with drafts against the speed without, under the same load.
 
 Expected gains can be wrong in many ways: costs, acceptance, what drafters take. The time of whole steps cannot. Steps
 without a draft tell what plain decoding takes; where there are none, one is made now and then. While drafts do not pay,

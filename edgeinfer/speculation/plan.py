@@ -262,7 +262,7 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
             draft_device = "cpu"
     found.file = file
     if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
-        # A head is so small that the CPU is done before another device has answered.
+        # An assumption, not measured: a head is so small that the CPU is done before another device has answered.
         _add_places(found, file, found.spec, plan, draft_device)
     found.plan(plan)
 

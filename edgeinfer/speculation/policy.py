@@ -1,4 +1,4 @@
-"""Which tree to verify: the one with the most expected tokens per millisecond, from measured costs and learnt
+"""Which tree to verify: the one expected to be fastest (most tokens per millisecond), from measured costs and learnt
 acceptance probabilities.
 
 A tree of the n - 1 most probable nodes gives 1 + the sum of their path probabilities tokens for the cost c(n); decoding

@@ -155,7 +155,7 @@ def check_fitting(job: Job, share: float, whole: dict[str, Any], found: Found) -
 
 def _kind(note: str) -> str:
     """What a note is about, without its numbers."""
-    about = note.partition("loading with ")[2] or note
+    about = note.partition("reduced: ")[2] or note
     return re.sub(r"[\d./]+ ?(B|KiB|MiB|GiB)?", "N ", re.sub(r"\([^)]*\)", "", about))
 
 

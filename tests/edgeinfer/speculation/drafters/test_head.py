@@ -583,7 +583,7 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
     else:
         monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
         budget = opened(model, draft="none").memory.peak + 1000
-        expected = f"loading with no draft head \\({head.name}\\)$"
+        expected = f"reduced: no draft head \\({head.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=[str(path)], budget=budget)
     assert tokens_of(engine) == tokens_of(plain)
