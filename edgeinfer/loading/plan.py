@@ -310,4 +310,4 @@ def _draft_steps(choice: DraftChoice, requested: FitSettings, settings: FitSetti
     if choice.file is not None and settings.places != requested.places:
         what = "draft head" if choice.file_name == "head" else "draft model"
         where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.places]
-        yield f"no {what}{where}" if choice.is_shipped else f"no {what}{where} ({choice.file.path.name})"
+        yield f"no {what}{where} ({choice.file.path.name})"

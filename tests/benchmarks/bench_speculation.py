@@ -6,8 +6,8 @@
         [--nodes N]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender generates
-that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the draft
-model or the packaged head as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
+that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the
+--draft file as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
 its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that program
 with the draft model and with its n-gram drafter, or with each --peer "FLAGS" (contender "llama.cpp FLAGS"). Only if
 --only names them: a single drafter ("ours suffix", "ours recycling", "ours model", "ours head"), and two for the
