@@ -115,7 +115,7 @@ def __getattr__(name: str) -> Any:
         return version("edgeinfer")
     if name not in __all__:
         raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'errors')}"), name)
+    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'common.errors')}"), name)
     globals()[name] = value
     return value
 

@@ -9,6 +9,7 @@ from time import perf_counter
 
 from edgeinfer.backends.base import Session
 from edgeinfer.common.errors import BackendLost, EdgeInferError
+from edgeinfer.common.other_work import Preemptions
 from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.common.types import Features, Logits
@@ -19,7 +20,6 @@ from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
-from edgeinfer.speculation.other_work import Preemptions
 from edgeinfer.speculation.padding import PassPadding
 from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree

@@ -14,7 +14,7 @@ from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SHIPPED = ("backends", "edgeinfer", "exporters", "hls", "models")
 
 
