@@ -14,7 +14,8 @@ from tiny_models import BLOCK_256_TYPES
 
 from edgeinfer.backends import reference_experts
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, available_isas
-from edgeinfer.backends.native.experts.model_experts import EXPERT_ROLES, model_experts
+from edgeinfer.backends.native.experts import model_experts
+from edgeinfer.backends.native.experts.model_experts import EXPERT_ROLES
 from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_experts import Choice, choose
