@@ -264,7 +264,7 @@ class DraftingSession(Session, Protocol):
 
 
 class BranchingSession(Session, Protocol):
-    """A session in which a tree can grow over several passes: pending rows are kept if `forward` is told so."""
+    """A session in which a tree can grow over several passes: pending rows are kept if `forward` is asked to."""
 
     def forward(
         self,

@@ -138,7 +138,7 @@ def _key(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 
 def _compile(command: Sequence[str], target: Path) -> Path:
-    """The target, whole or not at all: two processes may compile the same one."""
+    """The target, written atomically: two processes may compile the same one."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         run = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)

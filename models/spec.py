@@ -447,7 +447,7 @@ def weights_of(block: str, part: _Shaped) -> Iterator[Weight]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a session tells of its model on any backend."""
+    """What a session says of its model on any backend."""
 
     architecture: str
     n_vocab: int

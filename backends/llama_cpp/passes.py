@@ -41,7 +41,7 @@ class Passes:
         logits = np.empty((1, context.model.n_vocab), dtype=np.float32)
         for n in (1, 8) if context.model.has_extra_buffers else (1,):
             ids = np.zeros(min(n, context.n_batch), dtype=np.int32)
-            with suppress(BackendLost):  # a failure without a crash is told by the first pass that is asked for
+            with suppress(BackendLost):  # a failure without a crash is reported by the first pass that is asked for
                 self._run_chain(ids, np.array([len(ids) - 1]), 0, logits)
             self._cache.clear()
 

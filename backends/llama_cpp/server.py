@@ -125,7 +125,7 @@ def _end_with_host(connection: int, host: int) -> None:
 
 
 def _no_core_dumps() -> None:
-    """A crash is told by the host, at once and without a file."""
+    """The host reports a crash, at once and without a file."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

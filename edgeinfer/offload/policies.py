@@ -1,6 +1,6 @@
 """Which experts a cache evicts, simulated on recorded routing.
 
-All experts count as equally large. A cache is told the layers of each pass in order, with the experts that they need;
+All experts count as equally large. A cache gets the layers of each pass in order, with the experts that they need;
 an expert that is needed now is never evicted for another one of the same layer.
 """
 

@@ -71,7 +71,7 @@ class _Trial:
 
 
 class PrefetchControl:
-    """How many experts of each layer are read ahead. It is told the time of each pass, and of each window what the
+    """How many experts of each layer are read ahead. It gets the time of each pass, and for each window what the
     cache did; the same figures always give the same answers.
 
     n_used: experts of a token in a layer.  level: of LEVELS, 0 for off.

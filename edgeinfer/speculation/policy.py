@@ -60,7 +60,7 @@ def select_tree(
     spent_ms: float = 0.0,
     keep: Keep | None = None,
 ) -> VerifyTree:
-    """The tree with the most expected tokens per millisecond, empty where decoding without a draft is as good.
+    """The tree expected to be fastest (most tokens per millisecond), empty where decoding without a draft is as good.
 
     proposals: the most reliable drafter first.  verify_ms: cost of a pass by number of tokens.  max_depth: number of
     levels.  min_probability: nodes with a lower path probability are left out.  spent_ms: spent on drafts already.

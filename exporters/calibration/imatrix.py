@@ -76,7 +76,7 @@ def read_imatrix(path: Path) -> Imatrix:
 
 
 def write_imatrix(path: Path, imatrix: Imatrix) -> None:
-    """Write the GGUF form, tensors by name, completely or not at all. Raises OSError."""
+    """Write the GGUF form, tensors by name, atomically. Raises OSError."""
     metadata: dict[str, MetadataValue] = {
         "general.type": "imatrix",
         "imatrix.datasets": list(imatrix.datasets),

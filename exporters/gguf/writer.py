@@ -61,7 +61,7 @@ def layout(metadata: Metadata, tensors: Sequence[Tensor]) -> Layout:
 
 
 def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
-    """Write a file completely or not at all.
+    """Write a file atomically.
 
     Integers become UINT32, or a larger type if needed, floats FLOAT32; lists of integers INT32, and arrays of a file
     keep their type.  progress: called with

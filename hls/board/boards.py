@@ -29,7 +29,7 @@ class Host:
     n_layers: int
     n_embd: int
     stages: Mapping[str, float]
-    rescoring: float  # of the rows that a ternary first stage of the output matrix lets through, for n_embd inputs
+    rescoring: float  # of the rows in the shortlist of the ternary first stage, for n_embd inputs
 
     def scaled(self, n_layers: int, n_embd: int) -> dict[str, float]:
         """Seconds of each stage of another model: each is taken to grow with layers and width."""

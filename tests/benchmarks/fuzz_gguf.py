@@ -4,7 +4,7 @@ Where native lacks something, llama.cpp is asked in its own process, which may c
 
     python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--only INDEX ...] [--model FILE.gguf]
 
-Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is told by its index and the seed.
+Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
 
 from __future__ import annotations

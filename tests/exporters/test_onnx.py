@@ -1,4 +1,4 @@
-"""ONNX files: what is in them gives the logits of the source, and they are whole or not there."""
+"""ONNX files: what is in them gives the logits of the source, and they are written atomically."""
 
 import hashlib
 import importlib.util

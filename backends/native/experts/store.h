@@ -22,7 +22,7 @@ public:
 
     const ExpertLayout& layout() const { return *layout_; }
 
-    // A pass begins: one thread, before its first layer. What an earlier pass left waiting is given up.
+    // A pass begins: one thread, before its first layer. What an earlier pass left waiting is dropped.
     virtual void begin_pass() {}
     // One thread, before the experts of a layer are computed. needed: experts of that layer, each once. It puts them into
     // the order in which to compute them, those in memory first, then as they will arrive; gives how many are in memory.

@@ -1,4 +1,4 @@
-"""Names of files that callers give, the user's folders, and files that are written whole or not at all."""
+"""Names of files that callers give, the user's folders, and files that are written atomically."""
 
 import errno
 import json

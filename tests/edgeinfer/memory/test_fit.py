@@ -1,4 +1,4 @@
-"""What a load does without so that it fits, by plans without a model."""
+"""What a load reduces to fit, by plans without a model."""
 
 import itertools
 from dataclasses import replace
