@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from edgeinfer.logprobs import TokenLogprob
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.sampling import SamplingParams
@@ -23,6 +24,7 @@ class Piece:
     tokens: tuple[int, ...]  # ids sampled for it, without a stop token
     finish_reason: FinishReason | None = None  # set on the last piece only
     reasoning: str = ""  # the next part of the completion's reasoning; in a chat, text is that of the answer only
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, where asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +73,4 @@ class Completion:
     # called; text is the answer without them. For a raw prompt everything is text.
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token where `logprobs` was given, else none

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -47,6 +47,8 @@ class Job:
     # is_plain, params: see Context
     is_plain: bool = False
     params: SamplingParams | None = None
+    # called with each token and the logits that it was drawn from, None for nobody
+    note: Callable[[Logits, int], None] | None = None
     n_drawn: int = 0  # tokens so far
 
     @property
@@ -92,6 +94,11 @@ class Speculator:
     def drafters(self) -> list[Drafter]:
         """The drafters, replaced ones left out."""
         return [state.drafter for state in self._states]
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of logits that a pass gives."""
+        return self._draft_max + 1
 
     @property
     def timeline(self) -> Timeline | None:
@@ -221,6 +228,9 @@ class Speculator:
         new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
         committed = perf_counter()
+        if job.note is not None:
+            for row, token in zip(path, new, strict=True):
+                job.note(out.logits[row], token)
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, tree, accepted, new)
         features = out.features
