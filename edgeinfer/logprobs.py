@@ -17,27 +17,20 @@ MOST_ALTERNATIVES = 1000
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token.
-
-    logprob: natural logarithm of its probability, -inf for one that it excludes.  top: the most likely tokens at this
-    place with theirs, the most likely one first.
-    """
+    """How likely the model found a token."""
 
     token: int
-    logprob: float
+    logprob: float  # natural logarithm of its probability, -inf for one that it excludes
+    # the most likely tokens at this place with theirs, the most likely one first
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely the model finds a continuation of a prompt.
+    """How likely the model finds a continuation of a prompt."""
 
-    tokens: of the continuation, with the log probability of each, given all before it.  is_greedy: whether each of them
-    is the most likely one at its place, so that greedy decoding gives this text.
-    """
-
-    tokens: tuple[TokenLogprob, ...]
-    is_greedy: bool
+    tokens: tuple[TokenLogprob, ...]  # of the continuation, with the log probability of each, given all before it
+    is_greedy: bool  # whether each of them is the most likely one at its place, so that greedy decoding gives this text
 
     @property
     def logprob(self) -> float:
