@@ -328,7 +328,7 @@ EI_INLINE void for_segments(int first, int last, const F& f) {
     }
 }
 
-// Adds what the bias of the keys gives at each position, see RopeTables. The turned offset goes to the row's sum meanwhile.
+// Adds what the bias of the keys gives at each position, see RopeTables. Scratch for the turned offset is the row's sum.
 void add_offsets(const RopeTables& rope, const AttentionRow& row) {
     const int ld = rope.ld;
     const float *a = row.offset, *b = row.offset + ld;
