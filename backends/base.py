@@ -1,4 +1,5 @@
-"""The protocols of backends: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one text each.
+"""The protocols of backends: a `Backend` loads a file as a `Model`, whose `Session`s hold the state of one sequence
+each.
 
 Positions are logical: token i of a chain is at position n_past + i, a node of a draft tree at n_past + its depth.
 `forward` does not change what is committed; `commit` does, along one path through the rows of the last forward.
@@ -20,29 +21,27 @@ from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
-Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
+PassHook: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
 """Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
-Taps: TypeAlias = bool | Sequence[int]  # layers whose output is wanted, see Session.forward
+Taps: TypeAlias = bool | Sequence[int]  # layers whose output is requested, see Session.forward
 
 
-def chained(outer: Watcher | None, inner: Watcher) -> Watcher:
+def chained(outer: PassHook | None, inner: PassHook) -> PassHook:
     """Both: the outer one, if there is one, watches what the inner one runs."""
     return inner if outer is None else lambda tokens, forward: outer(tokens, lambda: inner(tokens, forward))
 
 
-# ---- models and the state of texts -----------------------------------------------------------------------------------
+# ---- models and the state of sequences -------------------------------------------------------------------------------
 
 
 class Session(Protocol):
-    """The state of one text: its KV cache, and the rows of the last forward. Not thread-safe: one call at a time.
+    """The state of one sequence: its KV cache, and rows of the last forward. Not thread-safe: one call at a time."""
 
-    n_ctx: positions that the text may have.  n_batch: as planned; the most tokens that a tree may have, and that can be
-    uncommitted where the model has windows. `run_text` runs texts of any length.
-    """
-
-    n_ctx: int
+    n_ctx: int  # positions that the sequence may have
+    # most tokens of a tree, and most uncommitted tokens where the model has windows; `run_sequence` runs longer
+    # sequences
     n_batch: int
-    model: Model  # whose text this is
+    model: Model  # whose sequence this is
 
     @property
     def spec(self) -> ModelSizes:
@@ -62,12 +61,12 @@ class Session(Protocol):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """Run tokens through the model behind the committed ones, without committing them.
+        """Run tokens through the model after the committed ones, without committing them.
 
         tokens: (n,) int32.  parents: (n,) int32, the index in this batch of the token that each follows, -1 for the
         last committed one, always smaller than the own index; None is a chain.  logits: "last", "all", or row indices.
-        hidden: layers whose output is wanted (negative counts from the end); True is what the output matrix reads, the
-        last layer's output behind the final norm.
+        hidden: layers whose output is requested (negative counts from the end); True: what the output matrix reads, the
+        last layer's output after the final norm.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
         """
         ...
@@ -75,7 +74,7 @@ class Session(Protocol):
     def commit(self, path: ArrayLike) -> None:
         """Keep these rows of the last forward, in order, each the child of the one before; drop the rest.
 
-        path: (m,) int, may be empty. Raises ShapeError if the rows are no path from the committed text.
+        path: (m,) int, may be empty. Raises ShapeError if the rows are no path from the committed sequence.
         """
         ...
 
@@ -83,18 +82,18 @@ class Session(Protocol):
         """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
         It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
-        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the text was
-        last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees and
-        ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
+        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the sequence
+        was last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees
+        and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """Make the longest prefix of these tokens that is still held the committed text; returns its length.
+        """Make the longest prefix of these tokens that is still held the committed sequence; returns its length.
 
         tokens: (n,) int, may be empty. What is committed now, or was before an earlier call, may be found again. A
-        backend whose logits depend on how a text was cut into passes reuses nothing and returns 0, so that a request
-        gives the same text whatever was asked before.
+        backend whose logits depend on how a sequence was cut into passes reuses nothing and returns 0, so that a
+        request gives the same tokens whatever was asked before.
         """
         ...
 
@@ -107,35 +106,28 @@ class Session(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the memory of this text. Further calls raise. The model stays."""
+        """Free the memory of this sequence. Further calls raise. The model stays."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The part of one text in a forward pass; see Session.forward for the fields.
-
-    n_pending: number of rows since the last commit that are kept, see BranchingSession.  features: (n, n_embd) float32,
-    for draft heads only.
-    """
+    """The part of one sequence in a forward pass; see Session.forward for the fields."""
 
     session: Any  # of the model that runs the pass
     tokens: ArrayLike
     parents: ArrayLike | None = None
     logits: LogitsRows = "last"
     hidden: bool | Sequence[int] = False
-    n_pending: int = 0
-    features: ArrayLike | None = None
+    n_pending: int = 0  # number of rows since the last commit that are kept, see BranchingSession
+    features: ArrayLike | None = None  # (n, n_embd) float32, for draft heads only
 
 
 class Model(Protocol):
-    """Weights and threads, shared by the sessions of several texts. Not thread-safe: one pass at a time.
+    """Weights and threads, shared by the sessions of several sequences. Not thread-safe: one pass at a time."""
 
-    n_ctx: most positions of a session.  n_batch: most tokens in one pass.
-    """
-
-    n_ctx: int
-    n_batch: int
+    n_ctx: int  # most positions of a session
+    n_batch: int  # most tokens in one pass
 
     @property
     def spec(self) -> ModelSizes:
@@ -143,14 +135,14 @@ class Model(Protocol):
         ...
 
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> Session:
-        """The state of a new text. None: as planned. Raises InvalidArgument."""
+        """The state of a new sequence. None: as planned. Raises InvalidArgument."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """Run rows of several texts, each session once, in one pass if the backend can; one Output per text.
+        """Run rows of several sequences, each session once, in one pass if the backend can; one Output per sequence.
 
-        The logits of a row are the same bits, whichever rows of other texts are in the pass. Raises as Session.forward;
-        if the pass had begun, no session has pending rows.
+        The logits of a row are the same bits, whichever rows of other sequences are in the pass. Raises as
+        Session.forward; if the pass had begun, no session has pending rows.
         """
         ...
 
@@ -214,26 +206,23 @@ class HasProcesses(Protocol):
 
 @runtime_checkable
 class MeasurableBackend(Backend, Protocol):
-    """A backend whose code can be brought into memory before a model is, so that it can be measured.
+    """A backend whose code can be brought into memory before a model is, so that it can be measured."""
 
-    source_bytes: the most of a model file that is in memory beside what it is packed to.
-    """
-
-    source_bytes: int
+    source_bytes: int  # the most of a model file that is in memory beside what it is packed to
 
     def warm_up(self, model: ModelFile, device: Device) -> None:
         """Run the code that this model needs once, on next to no data, so that its pages are counted."""
         ...
 
 
-class ExpertTier(Protocol):
+class ExpertDevice(Protocol):
     """What computes some experts beside the CPU, such as a GPU that holds them; asked in each layer of a pass.
 
     Any thread calls, one at a time. What these raise ends the pass with it; a device that fails is no reason to raise.
     """
 
     def choose(self, layer: int, experts: Sequence[int], rows: Sequence[int]) -> Sequence[int]:
-        """Which of these experts are computed here; the CPU computes the others. rows: how many want each."""
+        """Which of these experts are computed here; the CPU computes the others. rows: how many need each."""
         ...
 
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
@@ -246,12 +235,12 @@ class ExpertTier(Protocol):
 
 
 @runtime_checkable
-class TieredModel(Protocol):
-    """A loaded model some of whose experts another device may compute. watcher: see Watcher."""
+class ExpertDeviceModel(Protocol):
+    """A loaded model some of whose experts another device may compute."""
 
-    watcher: Watcher | None
+    pass_hook: PassHook | None
 
-    def set_expert_tier(self, tier: ExpertTier | None) -> None:
+    def set_expert_device(self, device: ExpertDevice | None) -> None:
         """From the next pass on, let this compute some experts; None for the CPU alone."""
         ...
 
@@ -275,7 +264,7 @@ class DraftingSession(Session, Protocol):
 
 
 class BranchingSession(Session, Protocol):
-    """A session in which a tree can grow over several passes: pending rows are kept if `forward` is told so."""
+    """A session in which a tree can grow over several passes: pending rows are kept if `forward` is asked to."""
 
     def forward(
         self,
@@ -286,7 +275,7 @@ class BranchingSession(Session, Protocol):
         logits: LogitsRows = "last",
         hidden: bool | Sequence[int] = False,
     ) -> Output:
-        """As Session.forward, behind the first n_pending rows of the forwards since the last commit.
+        """As Session.forward, after the first n_pending rows of the forwards since the last commit.
 
         Parents and the path of `commit` are counted from the first pending row; all rows of a tree must fit into
         n_batch.
@@ -297,12 +286,12 @@ class BranchingSession(Session, Protocol):
 class HeadSession(Protocol):
     """A draft head with its KV cache (edgeinfer.models.draft_head). Not thread-safe.
 
-    Position i of its text is the pair of the target's feature of position i and the token of position i + 1.
+    Position i of its sequence is the pair of the target's feature of position i and the token of position i + 1.
     """
 
     n_ctx: int
     n_batch: int
-    model: HeadModel  # whose text this is
+    model: HeadModel  # whose sequence this is
 
     @property
     def spec(self) -> HeadSpec:
@@ -323,10 +312,10 @@ class HeadSession(Protocol):
         n_pending: int = 0,
         logits: LogitsRows = "last",
     ) -> Output:
-        """Run rows through the head behind the committed ones, without committing them.
+        """Run rows through the head after the committed ones, without committing them.
 
         tokens: (n,) int32.  features: (n, n_embd) float32.  n_pending: rows of the forwards since the last commit that
-        stay; these come behind them.  parents: (n,) int32, the row that each follows, counted from the first pending
+        stay; these come after them.  parents: (n,) int32, the row that each follows, counted from the first pending
         one, -1 for the last committed one; None is a chain.  logits: which of the n rows, as in Session.forward.
         Gives (m, n_logits) logits, and as hidden (1, n, n_embd) the features that it predicts.
         Raises ShapeError, ContextOverflow, and Interrupted if `interrupt` was called meanwhile.
@@ -334,7 +323,7 @@ class HeadSession(Protocol):
         ...
 
     def combine(self, rows: ArrayLike) -> Features:
-        """Features (n, n_embd) of the target's hidden rows (n, n_rows) float32, those of all layers that the head wants
+        """Features (n, n_embd) of the target's hidden rows (n, n_rows) float32, those of all layers that the head needs
         side by side. They are the rows themselves, but for a head with a matrix that makes one of several.
 
         Raises ShapeError.
@@ -375,11 +364,11 @@ class DraftingHead(HeadSession, Protocol):
         assumed: ArrayLike = (),
         n_vocab: int | None = None,
     ) -> Nodes:
-        """A tree of what is likely behind tokens, of ids that the head has logits for; see DraftingSession.draft.
+        """A tree of what is likely after tokens, of ids that the head has logits for; see DraftingSession.draft.
 
         What `commit` can keep are rows as of a forward of tokens and features, and of all nodes but those of the last
-        level behind the features that the head predicts.  assumed: (m,) int, tokens that the tree follows although no
-        feature of theirs is known: they are read behind predicted ones too, and may be kept as the nodes.
+        level after the features that the head predicts.  assumed: (m,) int, tokens that the tree follows although no
+        feature of theirs is known: they are read after predicted ones too, and may be kept as the nodes.
         """
         ...
 
@@ -392,11 +381,11 @@ class HeadModel(Protocol):
     spec: HeadSpec
 
     def session(self, n_ctx: int | None = None) -> HeadSession:
-        """The state of a new text; see Model.session."""
+        """The state of a new sequence; see Model.session."""
         ...
 
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward; each text has features."""
+        """See Model.forward; each sequence has features."""
         ...
 
     def combine(self, rows: ArrayLike) -> Features:
@@ -416,13 +405,13 @@ class HeadModel(Protocol):
         ...
 
 
-# ---- texts of any length ---------------------------------------------------------------------------------------------
+# ---- sequences of any length -----------------------------------------------------------------------------------------
 
 
-def run_text(
+def run_sequence(
     session: Session, tokens: ArrayLike, *, logits: Literal["last", "all", "none"] = "last", taps: Taps = False
 ) -> Output:
-    """Run and commit tokens behind the committed ones, n_batch at a time; returns what one forward would have given.
+    """Run and commit tokens after the committed ones, n_batch at a time; returns what one forward would have given.
 
     tokens: (n,) int32, n >= 1.  taps: as `hidden` of Session.forward. Raises what Session.forward raises; tokens of
     earlier passes stay committed.

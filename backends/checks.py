@@ -17,7 +17,7 @@ from edgeinfer.models import ModelSpec
 
 
 def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> TokenIds:
-    """Tokens as a contiguous (n,) int32 array, n >= 1, ids in the vocabulary, fitting behind n_past.
+    """Tokens as a contiguous (n,) int32 array, n >= 1, ids in the vocabulary, fitting after n_past.
 
     Raises ShapeError or ContextOverflow.
     """
@@ -52,7 +52,7 @@ def check_parents(parents: ArrayLike | None, n: int, first: int = 0) -> NDArray[
 def check_links(
     pending: NDArray[np.int32], parents: ArrayLike | None, n: int, n_batch: int
 ) -> tuple[NDArray[np.int32], bool]:
-    """(parents of the pending rows and of n behind them, (n_pending + n,) int32; whether they are a chain).
+    """(parents of the pending rows and of n after them, (n_pending + n,) int32; whether they are a chain).
 
     pending: (n_pending,) int32.  parents: of the n rows, see check_parents. Raises ShapeError, also for a tree that
     does not fit into one batch.
@@ -92,7 +92,7 @@ def check_taps(hidden: bool | Sequence[int], n_layers: int) -> tuple[int, ...]:
 
 
 def check_path(path: ArrayLike, parents: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
-    """Rows (m,) int32 that form a path from the committed text through the last batch. Raises ShapeError."""
+    """Rows (m,) int32 that form a path from the committed sequence through the last batch. Raises ShapeError."""
     rows = np.asarray(path, dtype=np.int64)
     if rows.ndim != 1:
         raise ShapeError(f"path must be a 1-D array of rows: found shape {rows.shape}")
@@ -151,7 +151,7 @@ def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens at the start in which two texts agree."""
+    """Number of tokens at the start in which two sequences agree."""
     n = min(len(a), len(b))
     differing = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
     return int(differing[0]) if differing.size else n

@@ -1,6 +1,6 @@
 """Models, draft heads and sessions on a device: the common part of the OpenCL and ONNX backends.
 
-A backend provides a `DeviceDecoder`, which runs batches of tokens with the KV cache of a text. This module makes
+A backend provides a `DeviceDecoder`, which runs batches of tokens with the KV cache of a sequence. This module makes
 sessions of it: committed and pending rows, passes cut into batches, chains and trees, interruption and closing.
 """
 
@@ -37,29 +37,23 @@ from edgeinfer.models.draft_head import HeadSpec
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens of one pass. ids: (n,) int32.
+    """Tokens of one pass."""
 
-    n_past: tokens whose slots of the cache those of the chain or of the tree follow.  n_nodes: of the tree that these
-    tokens are in, 0 for a chain.  first: node of the tree that the first of them is; the ones before it have been
-    passed.  positions: (first + n,) int32, of all nodes up to the last of them.  sees: (n_nodes, n_nodes) uint8, row i:
-    what node i sees; None for a chain, and where it is on the device.  features: (n, n_embd), that come with the tokens
-    of a draft head.
-    """
-
-    ids: TokenIds
-    positions: TokenIds
+    ids: TokenIds  # (n,) int32
+    positions: TokenIds  # (first + n,) int32, of all nodes up to the last of them
+    # (n_nodes, n_nodes) uint8, row i: what node i sees; None for a chain, and where it is on the device
     sees: NDArray[np.uint8] | None
-    n_past: int
-    n_nodes: int = 0
-    first: int = 0
-    features: Features | None = None
+    n_past: int  # tokens whose slots of the cache those of the chain or of the tree follow
+    n_nodes: int = 0  # of the tree that these tokens are in, 0 for a chain
+    first: int = 0  # node of the tree that the first of them is; the ones before it have been passed
+    features: Features | None = None  # (n, n_embd), that come with the tokens of a draft head
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
 def chain_batch(ids: TokenIds, n_past: int) -> Batch:
-    """Tokens that follow one another behind position n_past - 1."""
+    """Tokens that follow one another after position n_past - 1."""
     return Batch(ids, np.arange(n_past, n_past + len(ids), dtype=np.int32), None, n_past)
 
 
@@ -108,7 +102,7 @@ class DeviceDecoder(Protocol):
         ...
 
     def keep_path(self, cache: Any, rows: NDArray[np.int32], n_past: int) -> None:
-        """Move the keys and values of these rows behind the committed n_past to slots n_past, n_past + 1, ..."""
+        """Move the keys and values of these rows after the committed n_past to slots n_past, n_past + 1, ..."""
         ...
 
     def begin(self) -> None:
@@ -170,7 +164,7 @@ class DeviceModel(DeviceWeights[_Decoder], Model):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. One text after the other."""
+        """See Model.forward. One sequence after the other."""
         return forward_in_turn(self, batch)
 
     def checked_size(self, n_ctx: int | None, cache_type: CacheType | None) -> int:
@@ -195,7 +189,7 @@ class DeviceHeadModel(DeviceWeights[_Decoder], HeadModel):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See HeadModel.forward. One text after the other."""
+        """See HeadModel.forward. One sequence after the other."""
         return heads_in_turn(self, batch)
 
     @override
@@ -205,11 +199,11 @@ class DeviceHeadModel(DeviceWeights[_Decoder], HeadModel):
         return check_features(rows, len(np.asarray(rows)), self.spec.n_rows)
 
 
-# ---- texts -----------------------------------------------------------------------------------------------------------
+# ---- sequences -------------------------------------------------------------------------------------------------------
 
 
-class DeviceText(OfOneProcess, Generic[_Decoder]):
-    """The state of one text: what sessions of models and of draft heads have in common."""
+class DeviceSequence(OfOneProcess, Generic[_Decoder]):
+    """The state of one sequence: what sessions of models and of draft heads have in common."""
 
     def __init__(self, weights: DeviceWeights[_Decoder], n_ctx: int) -> None:
         self.n_ctx = n_ctx
@@ -268,7 +262,7 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
         taps: Sequence[int],
         features: Features | None = None,
     ) -> Output:
-        """Run tokens behind the first n_pending of those that are; see HeadSession.forward."""
+        """Run tokens after the first n_pending of those that are; see HeadSession.forward."""
         decoder, n = self._open(), len(ids)
         rows = check_rows(logits, n)
         links, is_chain = check_links(self._parents[:n_pending], parents, n, self.n_batch)
@@ -284,11 +278,11 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
                 batch = tree_batch(ids, links, self._n_past)
             if features is not None:
                 batch = replace(batch, features=features[first:last])
-            wanted = np.flatnonzero((rows >= first) & (rows < last))
-            of_batch = np.empty((len(wanted), decoder.spec.n_logits), dtype=np.float32)
+            requested = np.flatnonzero((rows >= first) & (rows < last))
+            of_batch = np.empty((len(requested), decoder.spec.n_logits), dtype=np.float32)
             states = np.empty((len(taps), len(batch), decoder.spec.n_embd), dtype=np.float32)
-            decoder.forward(self._cache, batch, rows[wanted] - np.int32(first), of_batch, taps, states)
-            out[wanted] = of_batch
+            decoder.forward(self._cache, batch, rows[requested] - np.int32(first), of_batch, taps, states)
+            out[requested] = of_batch
             tapped[:, first:last] = states
         self._parents = links
         return Output(out, tapped if taps else None)
@@ -299,7 +293,7 @@ class DeviceText(OfOneProcess, Generic[_Decoder]):
         return self._weights.decoder
 
 
-class DeviceSession(DeviceText[_Decoder], Session):
+class DeviceSession(DeviceSequence[_Decoder], Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: DeviceModel[_Decoder], n_ctx: int) -> None:
@@ -330,11 +324,11 @@ class DeviceSession(DeviceText[_Decoder], Session):
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Finds nothing: the logits behind a text would depend on how it came there."""
+        """See Session.reuse_prefix. Finds nothing: the logits after a sequence would depend on how it came there."""
         return self.truncate(0)
 
 
-class DeviceHeadSession(DeviceText[_Decoder], HeadSession):
+class DeviceHeadSession(DeviceSequence[_Decoder], HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: DeviceHeadModel[_Decoder], n_ctx: int) -> None:

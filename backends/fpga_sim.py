@@ -126,9 +126,9 @@ class StreamRows:
 
 
 class Streams(Protocol):
-    """Where an engine finds the matrices of a model.  geometry: of the engine."""
+    """Where an engine finds the matrices of a model."""
 
-    geometry: Geometry
+    geometry: Geometry  # of the engine
 
     def rows(self, model: ModelFile, part: Part) -> StreamRows:
         """Which rows of which stream a matrix is. Raises ModelFileError."""

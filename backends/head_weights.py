@@ -17,7 +17,7 @@ from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
 _THREADS, _STORE_BYTES = 4, 3 << 18  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 1 << 16  # bytes of the target's that are gathered before they are rewritten, 9 times as many with the gaps
-_GAP = 8  # rows that are read although nobody wants them, rather than reading twice
+_GAP = 8  # rows that are read although nobody needs them, rather than reading twice
 
 
 def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -> HeadSpec:
@@ -45,17 +45,17 @@ def _rows(
     info = target.tensors[name]
     n_in = info.shape[1]
     row_bytes = n_in // type.block_elements * type.block_bytes
-    wanted = ids[first // row_bytes : last // row_bytes]
-    found = np.empty((len(wanted), row_bytes), dtype=np.uint8)
+    requested = ids[first // row_bytes : last // row_bytes]
+    found = np.empty((len(requested), row_bytes), dtype=np.uint8)
     n_together = max(1, _AT_ONCE * info.shape[0] // info.n_bytes)
 
     def rewrite(at: int) -> None:
         part = slice(at, at + n_together)
-        rows = _read_rows(target, info, wanted[part])
+        rows = _read_rows(target, info, requested[part])
         _core.rewrite_rows(int(info.type), rows.reshape(-1), n_in, int(type), found[part].reshape(-1))
 
     with ThreadPoolExecutor(_n_threads()) as pool:
-        list(pool.map(rewrite, range(0, len(wanted), n_together)))
+        list(pool.map(rewrite, range(0, len(requested), n_together)))
     return found.reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""Forward passes of several texts on a backend that runs one text after the other."""
+"""Forward passes of several sequences on a backend that runs one sequence after the other."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def heads_in_turn(model: object, batch: Sequence[Rows]) -> list[Output]:
 
 
 def _in_turn(model: object, batch: Sequence[Rows], run: Callable[[Rows], Output]) -> list[Output]:
-    """One Output a text.
+    """One Output a sequence.
 
-    The rows of a text are checked just before they run, so a pass has begun when the first text is checked: if any
-    text fails, none has pending rows.
+    The rows of a sequence are checked just before they run, so a pass has begun when the first sequence is checked: if
+    any sequence fails, none has pending rows.
     """
     check_sessions(model, batch)
     try:

@@ -13,12 +13,10 @@ from edgeinfer.models import Attention, query_factors
 
 @dataclass(frozen=True)
 class QueryScales:
-    """The factor of the queries at each position: the attention's scale, times what grows with the position.
+    """The factor of the queries at each position: the attention's scale, times what grows with the position."""
 
-    values: (n_runs,) float32, for the positions 0..n_positions - 1, n_positions..2 n_positions - 1, and so on. Queries
-    are multiplied behind the rotation.
-    """
-
+    # (n_runs,) float32, for the positions 0..n_positions - 1, n_positions..2 n_positions - 1, and so on. Queries are
+    # multiplied after the rotation.
     values: NDArray[np.float32]
     n_positions: int
 

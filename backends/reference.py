@@ -61,17 +61,14 @@ from edgeinfer.models.gguf import ModelFile
 
 @dataclass(frozen=True)
 class LayerRows:
-    """The rows of a pass in one layer, as a mixer sees them.
+    """The rows of a pass in one layer, as a mixer sees them."""
 
-    state: of the sequence in this layer, by slot; a row's own slot is the last of its path.  paths: for each row the
-    slots that it sees, in order.  inputs: (n, n_in), what the products are with where that is not the norm of x.
-    """
-
+    # of the sequence in this layer, by slot; a row's own slot is the last of its path
     state: Sequence[NDArray[np.floating]]
-    paths: Sequence[NDArray[np.intp]]
+    paths: Sequence[NDArray[np.intp]]  # for each row the slots that it sees, in order
     n_ctx: int
     cache_type: CacheType
-    inputs: Floats | None
+    inputs: Floats | None  # (n, n_in), what the products are with where that is not the norm of x
 
 
 class ReferenceMixer(Protocol):
@@ -163,7 +160,7 @@ class ReferenceBackend:
 
 
 class ReferenceDecoder(OfOneProcess):
-    """The weights of a ModelSpec, and what its blocks do to the residual stream of one text.
+    """The weights of a ModelSpec, and what its blocks do to the residual stream of one sequence.
 
     weights: by tensor.  `interrupt` ends the pass that runs.
     """
@@ -202,7 +199,7 @@ class ReferenceDecoder(OfOneProcess):
     def run_layers(
         self,
         x: Floats,
-        text: TextState,
+        sequence: SequenceState,
         links: NDArray[np.int32],
         rows: NDArray[np.int32],
         taps: tuple[int, ...],
@@ -210,13 +207,13 @@ class ReferenceDecoder(OfOneProcess):
     ) -> tuple[Floats, Floats]:
         """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
 
-        links: (n_pending + n,), parents of the rows that are pending and of these behind them.  inputs: see LayerRows.
+        links: (n_pending + n,), parents of the rows that are pending and of these after them.  inputs: see LayerRows.
         """
         spec = self.decoder
-        paths = visible_slots(links, text.n_past)[len(links) - len(x) :]
+        paths = visible_slots(links, sequence.n_past)[len(links) - len(x) :]
         tapped = {}
         for index, layer in enumerate(spec.layers):
-            x = x + scale(self.mixed(layer.mixer, x, text.rows(index, paths, inputs)), spec.residual_scale)
+            x = x + scale(self.mixed(layer.mixer, x, sequence.rows(index, paths, inputs)), spec.residual_scale)
             x = x + scale(self._network(layer, x), spec.residual_scale)
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
@@ -297,7 +294,7 @@ class ReferenceModel(ReferenceDecoder, Model):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. One text after the other."""
+        """See Model.forward. One sequence after the other."""
         return forward_in_turn(self, batch)
 
     def embeddings(self, ids: NDArray[np.int32]) -> Floats:
@@ -306,8 +303,8 @@ class ReferenceModel(ReferenceDecoder, Model):
         return scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
 
 
-class TextState(OfOneProcess):
-    """The state of a text in every layer, by slot: those of the last forward lie after the committed ones."""
+class SequenceState(OfOneProcess):
+    """The state of a sequence in every layer, by slot: those of the last forward lie after the committed ones."""
 
     def __init__(self, decoder: ReferenceDecoder, n_ctx: int, cache_type: CacheType) -> None:
         check_cache(cache_type, decoder.decoder)
@@ -319,7 +316,7 @@ class TextState(OfOneProcess):
             for layer in decoder.decoder.layers
         ]
         self._decoder = decoder
-        self._text: list[int] = []  # committed
+        self._sequence: list[int] = []  # committed
         self._parents = np.empty(0, dtype=np.int32)  # of the last forward; its row i is in slot n_past + i
         self._tokens = np.empty(0, dtype=np.int32)
         self._is_open = True
@@ -328,7 +325,7 @@ class TextState(OfOneProcess):
     def n_past(self) -> int:
         """Number of committed tokens."""
         self._check_open()
-        return len(self._text)
+        return len(self._sequence)
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
@@ -336,14 +333,14 @@ class TextState(OfOneProcess):
         slots = slice(self.n_past, self.n_past + len(rows))
         for held in self._held():
             held[slots] = held[self.n_past + rows]
-        self._text += self._tokens[rows].tolist()
+        self._sequence += self._tokens[rows].tolist()
         self._parents = np.empty(0, dtype=np.int32)
 
     def truncate(self, n_past: int) -> int:
         """See Session.truncate. Reaches every length."""
         if not 0 <= n_past <= self.n_past:
             raise ShapeError(f"n_past must be in 0..{self.n_past}: found {n_past}")
-        del self._text[n_past:]
+        del self._sequence[n_past:]
         self._parents = np.empty(0, dtype=np.int32)
         return n_past
 
@@ -376,7 +373,7 @@ class TextState(OfOneProcess):
             raise EdgeInferError("this session is closed")
 
 
-class ReferenceSession(TextState, Session):
+class ReferenceSession(SequenceState, Session):
     """See edgeinfer.backends.base.Session."""
 
     def __init__(self, model: ReferenceModel, n_ctx: int, cache_type: CacheType) -> None:
@@ -412,7 +409,7 @@ class ReferenceSession(TextState, Session):
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
         """See Session.reuse_prefix. Finds what is committed now."""
-        return self.truncate(common_length(self._text, np.asarray(tokens).tolist()))
+        return self.truncate(common_length(self._sequence, np.asarray(tokens).tolist()))
 
 
 def _state_bytes(block: Mixer, n_ctx: int, cache_type: CacheType) -> int:

@@ -2,7 +2,7 @@
 native's kv_head.h and attention_block.cpp).
 
 Scores of transformed queries with transformed keys are those of queries with keys. A bias of the keys is held as it is:
-its turned values depend on the position only, not on the text.
+its turned values depend on the position only, not on the sequence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rounded(heads: Floats, top: int, step: int) -> Floats:
 
 
 def held_keys(keys: Floats, turned_bias: Floats | None) -> Floats:
-    """Keys (n, n_kv_heads, head_dim) without their bias, and behind each that bias turned to its position."""
+    """Keys (n, n_kv_heads, head_dim) without their bias, and after each that bias turned to its position."""
     held = rounded(hadamard(keys, is_back=False), 63, 2)
     return held if turned_bias is None else np.concatenate([held, turned_bias], axis=-1)
 
@@ -56,7 +56,7 @@ def held_values(values: Floats) -> Floats:
 
 
 def asking(queries: Floats, has_bias: bool) -> Floats:
-    """Queries (n, n_heads, head_dim) for held keys: in 8 bits, and behind each itself for the bias."""
+    """Queries (n, n_heads, head_dim) for held keys: in 8 bits, and after each itself for the bias."""
     turned = hadamard(queries, is_back=True)
     codes = round_activations(turned.reshape(-1, queries.shape[-1]), queries.shape[-1]).reshape(queries.shape)
     return np.concatenate([codes, queries], axis=-1) if has_bias else codes

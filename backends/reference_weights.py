@@ -20,13 +20,10 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # of tensors, by name
 
 @dataclass(frozen=True)
 class Weights:
-    """A matrix (n_out, n_in), vector (n,) or matrices of experts (n_experts, n_out, n_in).
-
-    block: that the input of a product is rounded in, 1 for not at all.
-    """
+    """A matrix (n_out, n_in), vector (n,) or matrices of experts (n_experts, n_out, n_in)."""
 
     values: Floats
-    block: int
+    block: int  # that the input of a product is rounded in, 1 for not at all
 
     def part(self, ref: TensorRef | ExpertsRef) -> Weights:
         """What a reference to this tensor means: the whole, or some rows of it or of each expert."""

@@ -31,11 +31,11 @@ CURVE = (1, 2, 3, 4, 6, 8, 12, 16)
 
 @dataclass(frozen=True)
 class Point:
-    """Cost of a pass of n tokens, by engine. milliseconds: the median; spread: half the interquartile range."""
+    """Cost of a pass of n tokens, by engine."""
 
     n: int
-    milliseconds: Mapping[str, float]
-    spread: Mapping[str, float]
+    milliseconds: Mapping[str, float]  # the median
+    spread: Mapping[str, float]  # half the interquartile range
 
     def tokens_per_second(self, name: str) -> float:
         """Tokens per second of these passes."""
@@ -44,23 +44,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that `edgeinfer bench` measured. The first engine is ours.
-
-    weight_bytes: read for one token.  multiply_adds: of the matrices, for one token; both None where the backend does
-    not tell what it computes.  tuning: how ours reads its weights.
-    """
+    """Everything that `edgeinfer bench` measured. The first engine is ours."""
 
     model: str
     cpu: str
     isa: str
     n_threads: int
-    weight_bytes: int | None
+    weight_bytes: int | None  # read for one token
+    # of the matrices, for one token; both None where the backend does not tell what it computes
     multiply_adds: int | None
     limits: MachineLimits
     curve: Sequence[Point]
     prefill: Point
     engines: Sequence[str] = field(default_factory=list)
-    tuning: Mapping[str, object] | None = None
+    tuning: Mapping[str, object] | None = None  # how ours reads its weights
 
     @property
     def bandwidth_share(self) -> float | None:

@@ -152,7 +152,7 @@ class Conversation(OfOneProcess):
         return self._n_tokens(self.messages, add_generation_prompt=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line; whole or not at all.
+        """Write the messages as JSON Lines, one {"role": ..., "content": ...} a line, atomically.
 
         An answer has also what else a Message holds. Raises InvalidArgument, OSError.
         """

@@ -18,49 +18,35 @@ FinishReason: TypeAlias = Literal["stop", "length", "repetition", "interrupted"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next part of a text. All pieces together are the text and the tokens of the completion.
+    """The next part of a text. All pieces together are the text and the tokens of the completion."""
 
-    text: may be empty, if the bytes so far are an incomplete character or might become a stop string.  tokens: ids
-    sampled for it, without a stop token.  finish_reason: set on the last piece only.  reasoning: the next part of the
-    completion's reasoning; in a chat, text is that of the answer only.  logprobs: of these tokens, where asked for.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None = None
-    reasoning: str = ""
-    logprobs: tuple[TokenLogprob, ...] = ()
+    text: str  # may be empty, if the bytes so far are an incomplete character or might become a stop string
+    tokens: tuple[int, ...]  # ids sampled for it, without a stop token
+    finish_reason: FinishReason | None = None  # set on the last piece only
+    reasoning: str = ""  # the next part of the completion's reasoning; in a chat, text is that of the answer only
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, where asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request.
+    """Tokens of a request."""
 
-    prompt_tokens: all of the prompt.  cached_tokens: those of the prompt that were in the KV cache.  completion_tokens:
-    those generated, without a stop token.
-    """
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
+    prompt_tokens: int  # all of the prompt
+    cached_tokens: int  # those of the prompt that were in the KV cache
+    completion_tokens: int  # those generated, without a stop token
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Times of a request, without what the caller does between two pieces.
+    """Times of a request, without what the caller does between two pieces."""
 
-    prompt_seconds: from the start to the first token.  decode_seconds: for all tokens after it, a stop token included.
-    prompt_tokens_per_second: of the tokens that were not cached.  decode_tokens_per_second: of the tokens after the
-    first. Rates are 0 if there were no such tokens.  speculation: figures of speculative decoding, None without it and
-    where it was stopped before the first token.
-    prompt_experts, decode_experts: what the expert cache did in these times, None where all experts are in memory.
-    """
-
-    prompt_seconds: float
-    decode_seconds: float
-    prompt_tokens_per_second: float
-    decode_tokens_per_second: float
+    prompt_seconds: float  # from the start to the first token
+    decode_seconds: float  # for all tokens after it, a stop token included
+    prompt_tokens_per_second: float  # of the tokens that were not cached; 0 if there were none
+    decode_tokens_per_second: float  # of the tokens after the first; 0 if there were none
+    # figures of speculative decoding, None without it and where it was stopped before the first token
     speculation: Speculation | None = None
+    # prompt_experts, decode_experts: what the expert cache did in these times, None where all experts are in memory
     prompt_experts: ExpertReads | None = None
     decode_experts: ExpertReads | None = None
 
@@ -74,21 +60,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished text.
+    """A finished text."""
 
-    text: without the stop string.  tokens: all ids generated but a stop token; those of a stop string are included.
-    params: as used, with the seed that was drawn if none was given; the same prompt with them gives the same text.
-    reasoning, tool_calls: in a chat, what the model thought before it answered, or None, and the tools that it called;
-    text is the answer without them. For a raw prompt everything is text.
-    logprobs: one for each token where `logprobs` was given, else none.
-    """
-
-    text: str
-    tokens: tuple[int, ...]
+    text: str  # without the stop string
+    tokens: tuple[int, ...]  # all ids generated but a stop token; those of a stop string are included
     finish_reason: FinishReason
     usage: Usage
     timings: Timings
+    # as used, with the seed that was drawn if none was given; the same prompt with them gives the same text
     params: SamplingParams
+    # reasoning, tool_calls: in a chat, what the model thought before it answered, or None, and the tools that it
+    # called; text is the answer without them. For a raw prompt everything is text.
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each token where `logprobs` was given, else none

@@ -37,7 +37,7 @@ from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
-from edgeinfer.offload.tier import DeviceTier
+from edgeinfer.offload.device_experts import DeviceExperts
 from edgeinfer.ranking import ranking_prompt
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
@@ -57,13 +57,13 @@ _SCORED_ROWS = 4  # rows of logits of a pass of `score`, where no drafts need mo
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded, and how. backend: its name.  ledger: what was planned for the whole process."""
+    """What was loaded, and how."""
 
     file: ModelFile
     plan: MemoryPlan
     device: Device
-    backend: str
-    ledger: Ledger = Ledger(())
+    backend: str  # its name
+    ledger: Ledger = Ledger(())  # what was planned for the whole process
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Helpers:
 
     speculator: Speculator | None = None
     experts: ExpertControl | None = None
-    expert_tier: DeviceTier | None = None
+    device_experts: DeviceExperts | None = None
 
 
 class Engine(OfOneProcess):
@@ -84,7 +84,7 @@ class Engine(OfOneProcess):
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
     which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
-    None where all experts are in memory.  expert_tier: the device that computes some experts beside the CPU, None
+    None where all experts are in memory.  device_experts: the device that computes some experts beside the CPU, None
     without one.  ledger: what was planned for the whole process; `memory` compares it with what is taken.
     """
 
@@ -111,7 +111,7 @@ class Engine(OfOneProcess):
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
         self.speculator = helpers.speculator
         self.experts = helpers.experts
-        self.expert_tier = helpers.expert_tier
+        self.device_experts = helpers.device_experts
         self._ledger = loaded.ledger
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
@@ -260,7 +260,7 @@ class Engine(OfOneProcess):
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text, as a prompt is read.
 
-        add_special: with the tokens that the model wants at the start and the end of a text.  parse_special: the
+        add_special: with the tokens that the model needs at the start and the end of a text.  parse_special: the
         texts of special tokens ("<|im_end|>") become those tokens. A text that has the begin or end token already gets
         a second one, with a RuntimeWarning.
         """
@@ -382,7 +382,7 @@ class Engine(OfOneProcess):
             return record.timed_next(tokens)
 
     def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
-        """The tokens that follow the prompt, one after the other; `limit` of them are wanted at most."""
+        """The tokens that follow the prompt, one after the other, at most `limit`."""
         stats = StatsCounter()
         logits = self._evaluate(prompt, record, progress, stats)
         text, params = list(prompt), record.params

@@ -1,4 +1,4 @@
-"""A model with expert caches of several sizes: speed, bytes read, hits beside the best possible, and equality."""
+"""Measures a model with expert caches of several sizes: speed, bytes read, hit rate beside the best, equality."""
 
 from __future__ import annotations
 
@@ -28,25 +28,21 @@ The library opens at nine. On Mondays it is closed in the morning, because new b
 ten books for four weeks, and keep them longer if nobody else has asked for them. Write a short letter to a member who
 has kept a book about the history of bridges for a year, be polite, and explain what happens next.
 """
-WARM_UP, TIMED = 16, 64  # tokens behind the prompt
+WARM_UP, TIMED = 16, 64  # tokens after the prompt
 
 
 @dataclass(frozen=True)
 class CachePoint:
-    """What was measured with an expert cache of some size, over the tokens behind the warm-up.
+    """What was measured with an expert cache of some size, over the tokens after the warm-up."""
 
-    cache_bytes: None for all experts in memory.  share: of all experts, 0..1.  belady: hit rate of the best policy on
-    the routing of this run, None without a cache.  waited_seconds: for a token, the mean of the threads that compute.
-    is_equal: whether all logits are those of the whole model in memory, None where that was not asked for.
-    """
-
-    cache_bytes: int | None
-    share: float
+    cache_bytes: int | None  # None for all experts in memory
+    share: float  # of all experts, 0..1
     tokens_per_second: float
     bytes_a_token: float
     hit_rate: float
-    belady: float | None
-    waited_seconds: float
+    belady: float | None  # hit rate of the best policy on the routing of this run, None without a cache
+    waited_seconds: float  # for a token, the mean of the threads that compute
+    # whether all logits are those of the whole model in memory, None where that was not asked for
     is_equal: bool | None
 
     def as_dict(self) -> dict[str, object]:
@@ -56,16 +52,13 @@ class CachePoint:
 
 @dataclass(frozen=True)
 class _Run:
-    """A text: its tokens, the logits of each pass where they were asked for, and the seconds of the timed tokens.
-
-    reads: of the cache for these, None without one.  belady: hit rate of the best policy for these.
-    """
+    """A text: its tokens, the logits of each pass where they were asked for, and the seconds of the timed tokens."""
 
     tokens: Sequence[int]
     logits: Sequence[Logits]
     seconds: float
-    reads: ExpertReads | None
-    belady: float | None
+    reads: ExpertReads | None  # of the cache for these, None without one
+    belady: float | None  # hit rate of the best policy for these
 
 
 def measure_caches(
@@ -148,7 +141,7 @@ def _watched(model: Model, planned: PlannedModel) -> tuple[ExpertCache | None, E
     if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
         return None, None
     control = ExpertControl(cache, _sizes(planned), planned.device.n_threads)
-    model.watcher = control.run
+    model.pass_hook = control.run
     return cache, control
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgeinfer import _sampler
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.common.arguments import check_integer
 from edgeinfer.common.types import Logits
 
@@ -17,27 +17,20 @@ MOST_ALTERNATIVES = 1000
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token.
-
-    logprob: natural logarithm of its probability, -inf for one that it excludes.  top: the most likely tokens at this
-    place with theirs, the most likely one first.
-    """
+    """How likely the model found a token."""
 
     token: int
-    logprob: float
+    logprob: float  # natural logarithm of its probability, -inf for one that it excludes
+    # the most likely tokens at this place with theirs, the most likely one first
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How likely the model finds a continuation of a prompt.
+    """How likely the model finds a continuation of a prompt."""
 
-    tokens: of the continuation, with the log probability of each, given all before it.  is_greedy: whether each of them
-    is the most likely one at its place, so that greedy decoding gives this text.
-    """
-
-    tokens: tuple[TokenLogprob, ...]
-    is_greedy: bool
+    tokens: tuple[TokenLogprob, ...]  # of the continuation, with the log probability of each, given all before it
+    is_greedy: bool  # whether each of them is the most likely one at its place, so that greedy decoding gives this text
 
     @property
     def logprob(self) -> float:
@@ -136,11 +129,11 @@ def _score_long(
     parts = [_score_of([after_prompt[:n_vocab]], tokens[:1])]
     for first in range(1, len(tokens), n_rows):
         chunk = tokens[first : first + n_rows]
-        rows = run_text(session, tokens[first - 1 : first - 1 + len(chunk)], logits="all").logits
+        rows = run_sequence(session, tokens[first - 1 : first - 1 + len(chunk)], logits="all").logits
         parts.append(_score_of([row[:n_vocab] for row in rows], chunk))
     n_left = session.truncate(len(prompt))
     if n_left < len(prompt):  # a window no longer has what it needs there
-        run_text(session, prompt[n_left:], logits="none")
+        run_sequence(session, prompt[n_left:], logits="none")
     return Score(tuple(token for part in parts for token in part.tokens), all(part.is_greedy for part in parts))
 
 

@@ -14,19 +14,15 @@ _ROLES = ("system", "user", "assistant")
 
 
 class Message(TypedDict):
-    """A message of a conversation.
+    """A message of a conversation."""
 
-    role: "system", "user" or "assistant".  content: the text; of an answer without the parts in the other keys. Further
-    keys of an answer generated here: reasoning.  tool_calls: each with text, name and arguments, as in ToolCall.
-    tokens: the ids as emitted.  opened: the end of the prompt that belongs to the reasoning.
-    """
-
-    role: str
-    content: str
+    role: str  # "system", "user" or "assistant"
+    content: str  # the text; of an answer without the parts in the other keys
+    # Of an answer that was generated here:
     reasoning: NotRequired[str]
-    tool_calls: NotRequired[list[dict[str, Any]]]
-    tokens: NotRequired[list[int]]
-    opened: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]  # each with text, name and arguments, as in ToolCall
+    tokens: NotRequired[list[int]]  # the ids as emitted
+    opened: NotRequired[str]  # the end of the prompt that belongs to the reasoning
 
 
 CHANNEL_MARK, _BROKEN_MARK = "<|channel|>", "<|channel\u200b|>"
@@ -98,7 +94,7 @@ def _are_calls(value: object) -> bool:
     )
 
 
-# What a message of a file may hold beside its role: a check, and what it wants.
+# What a message of a file may hold beside its role: a check, and what is expected.
 _CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "content": (_is_text, "a text"),
     "reasoning": (_is_text, "a text"),

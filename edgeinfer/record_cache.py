@@ -44,7 +44,7 @@ def read_record(folder: Path | None, key: str) -> Any:
 
 
 def write_record(folder: Path | None, key: str, record: Mapping[str, Any]) -> None:
-    """Keep it, whole or not at all. Where nothing can be written, it is measured again the next time."""
+    """Keep it, written atomically. Where nothing can be written, it is measured again the next time."""
     if folder is None:
         return
     with suppress(OSError):

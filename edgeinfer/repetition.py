@@ -47,7 +47,7 @@ def dry_penalties(
 
 
 def _since_breaker(recent: Sequence[int], breakers: Breakers) -> int:
-    """Tokens behind the last sequence breaker; all, if there is none."""
+    """Tokens after the last sequence breaker; all, if there is none."""
     n = len(recent)
     for i in range(n - 1, -1, -1):
         tails = breakers.get(recent[i], ())
@@ -73,10 +73,10 @@ def breakers_of(texts: Sequence[str], tokenizer: Tokenizer) -> Breakers:
     tokens of the rest. As in llama.cpp, no more than 40 bytes of a text and 20 tokens of a rest count.
     """
     found: dict[int, list[tuple[int, ...]]] = {}
-    wanted = [text.encode(errors="replace")[:_MAX_BREAKER_BYTES] for text in texts]
+    requested = [text.encode(errors="replace")[:_MAX_BREAKER_BYTES] for text in texts]
     for id in range(tokenizer.n_vocab):
         piece = tokenizer.token_bytes(id)
-        for breaker in wanted:
+        for breaker in requested:
             if breaker in piece:
                 found.setdefault(id, []).append(())
                 continue

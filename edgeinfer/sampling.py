@@ -75,42 +75,32 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen from the logits. Raises InvalidArgument if a value is out of range.
+    """How a token is chosen from the logits. Raises InvalidArgument if a value is out of range."""
 
-    temperature: logits are divided by it before the draw; 0 takes the largest one.
-    top_k: keeps the k largest logits; 0 or -1 keeps all.  top_p: of these keeps the smallest set with this probability,
-    most likely tokens first; 1 keeps all.  min_p: of these keeps tokens at least this many times as likely as the
-    first.
-    repeat_penalty: positive logits of recent tokens are divided by it, negative ones multiplied; 1 is off.
-    frequency_penalty, presence_penalty: subtracted from the logit, once per occurrence and once in all; 0 is off.
-    penalty_last_n: how many tokens are recent, prompt included; 0 switches the penalties off, -1 is all.
-    dry_multiplier: DRY ("don't repeat yourself") subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from
-    the logit of a token that would continue a repetition of n tokens, where n >= dry_allowed_length; 0 is off.
-    dry_penalty_last_n: how many tokens DRY looks back, prompt included; 0 is off, -1 is all.  dry_sequence_breakers:
-    texts that end a repetition.
-    logit_bias: token ids and what is added to their logits before all else, as a mapping or as pairs; -inf or False
-    bans a token. An id may be in decimal digits, as JSON has it ({"260": -100}).  Kept as a tuple of pairs, by id.
-    loop_guard: an answer whose last `loop_guard` tokens or more only repeat themselves ends with "repetition"; at least
-    64, or 0 for off; see edgeinfer.repetition.LoopGuard.
-    seed: 0..2**64 - 1; None or -1 draws one for each request.
-    A field of None has its default, as OpenAI's clients send it.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
+    temperature: float = 0.8  # logits are divided by it before the draw; 0 takes the largest one
+    top_k: int = 40  # keeps the k largest logits; 0 or -1 keeps all
+    top_p: float = 0.95  # of these keeps the smallest set with this probability, most likely tokens first; 1 keeps all
+    min_p: float = 0.05  # of these keeps tokens at least this many times as likely as the first
+    # positive logits of recent tokens are divided by it, negative ones multiplied; 1 is off
     repeat_penalty: float = 1.0
+    # frequency_penalty, presence_penalty: subtracted from the logit, once per occurrence and once in all; 0 is off
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
-    penalty_last_n: int = 64
+    penalty_last_n: int = 64  # how many tokens are recent, prompt included; 0 switches the penalties off, -1 is all
+    # 0..2**64 - 1; None or -1 draws one for each request. A field of None has its default, as OpenAI's clients send it.
     seed: int | None = None
+    # DRY ("don't repeat yourself") subtracts dry_multiplier * dry_base ** (n - dry_allowed_length) from the logit of a
+    # token that would continue a repetition of n tokens, where n >= dry_allowed_length; 0 is off
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
+    dry_penalty_last_n: int = -1  # how many tokens DRY looks back, prompt included; 0 is off, -1 is all
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")  # texts that end a repetition
+    # token ids and what is added to their logits before all else, as a mapping or as pairs; -inf or False bans a token.
+    # An id may be in decimal digits, as JSON has it ({"260": -100}). Kept as a tuple of pairs, by id.
     logit_bias: LogitBias = ()
+    # an answer whose last `loop_guard` tokens or more only repeat themselves ends with "repetition"; at least 64, or 0
+    # for off; see edgeinfer.repetition.LoopGuard
     loop_guard: int = 512
 
     def __post_init__(self) -> None:

@@ -78,7 +78,7 @@ def _of_file(metadata: Mapping[str, Any]) -> tuple[SamplingOptions, list[str]]:
 
 
 def _read(name: str, value: object) -> object:
-    """The value as its author wrote it: 0.7, not the float32 next to it; a whole number where one is wanted."""
+    """The value as its author wrote it: 0.7, not the float32 next to it; a whole number where one is expected."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return value  # which is refused
     with np.errstate(over="ignore"):  # what no float32 holds is infinite, and refused

@@ -1,4 +1,4 @@
-"""How far the distributions of one model are from those of another, by their logits behind the same tokens."""
+"""How far the distributions of one model are from those of another, by their logits after the same tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from edgeinfer.common.types import Logits
 
 
 class Distance(NamedTuple):
-    """Means over tokens. divergence: Kullback-Leibler, in nats.  agreement: share with the same likeliest token."""
+    """Means over tokens."""
 
-    divergence: float
-    agreement: float
+    divergence: float  # Kullback-Leibler, in nats
+    agreement: float  # share with the same likeliest token
 
     def in_words(self, n_tokens: int) -> str:
-        """From a source, over so many tokens, for the user."""
+        """A sentence for the user: how far from a source, over so many tokens."""
         return (
             f"KL {self.divergence:.4f} nats a token against the source, {self.agreement:.1%} the same most likely "
             f"token, over {n_tokens} tokens"

@@ -1,4 +1,4 @@
-"""Weights that are no numbers: what an export reads is looked at as it is read, and refused by name."""
+"""NaN and infinite weights: an export checks what it reads, and refuses a tensor that has any, by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FiniteFile(ModelFile):
         """Look at the blocks that bytes first..last-1 are in, some at a time."""
         info = self.tensors[name]
         if info.type == GGMLType.I2_S:
-            first, last = info.n_bytes - I2_S_TAIL_BYTES, info.n_bytes  # one scale, behind all blocks
+            first, last = info.n_bytes - I2_S_TAIL_BYTES, info.n_bytes  # one scale, after all blocks
         n = info.type.block_bytes
         start, end = first // n * n, -(-last // n) * n
         step = _PIECE_BYTES // n * n

@@ -17,7 +17,7 @@ from edgeinfer.exporters.source import named_as, open_source
 
 
 class FromGguf(ExportTarget):
-    """A target behind the one for GGUF files, where the request names a folder of Hugging Face or a type."""
+    """A target after the one for GGUF files, where the request names a folder of Hugging Face or a type."""
 
     def __init__(self, target: ExportTarget) -> None:
         self.target = target
@@ -60,7 +60,7 @@ def _needs_file(request: Request) -> bool:
 
 
 def _of_file(request: Request, path: Path) -> Request:
-    """The request with a GGUF file as its source, whose types are those that are wanted."""
+    """The request with a GGUF file as its source, in the requested types."""
     return replace(request, source=path, type=None, imatrix=None, calibration=None, size=None, fit=None, cost=None)
 
 

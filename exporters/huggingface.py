@@ -91,7 +91,7 @@ def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
 
 
 def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
-    """Without the rows of the embeddings, and of the output, behind the last token of the vocabulary."""
+    """Without the rows of the embeddings, and of the output, after the last token of the vocabulary."""
     tokens = words["tokenizer.ggml.tokens"]
     texts = tokens if isinstance(tokens, list) else []
     n = len(texts)

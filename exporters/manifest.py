@@ -1,4 +1,4 @@
-"""The manifest of an export: what was read, what was written, and by what; the same input gives the same bytes."""
+"""The manifest of an export: files read, files written, versions of the tools. The same input gives the same bytes."""
 
 from __future__ import annotations
 

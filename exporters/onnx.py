@@ -99,7 +99,7 @@ def export_onnx(
     progress: Progress | None = None,
     check: Check | None = None,
 ) -> list[Path]:
-    """Write a model, or a head for a target; gives the files, which are whole or not there, the model first.
+    """Write a model, or a head for a target; gives the files, the model first. They are written atomically.
 
     path: of the file, or a folder for a model.onnx; one that is not there and has another ending is made.
     n_ctx: positions that it has rotations for.  style: with operators of ONNX Runtime, or those of the standard alone.
@@ -243,9 +243,9 @@ def _compared(source: ModelFile, target: ModelFile | None, written: Path, n_ctx:
         return Checked(f"not run: {error}", {"checked": False}), None
 
 
-def _is_beside(graph: Graph, wanted: bool) -> bool:
+def _is_beside(graph: Graph, requested: bool) -> bool:
     """Whether the weights go into a file of their own."""
-    return wanted or graph.constant_bytes > MAX_WITHIN_BYTES
+    return requested or graph.constant_bytes > MAX_WITHIN_BYTES
 
 
 def _table_bytes(graph: Graph, source: ModelFile, target: ModelFile | None, style: Style) -> int:

@@ -27,17 +27,15 @@ ReadBytes = Callable[[int, int], Bytes]
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of a source, read some rows at a time.
-
-    shape: in numpy's order.  type: what holds its weights without loss.  rows: (last - first, n_in) float32; the rows
-    of a tensor of three axes are those of its matrices one behind the other, a vector is one row.  stored: the bytes of
-    the same rows in `type`, where the source has them; None where they are made of the rows.
-    """
+    """A tensor of a source, read some rows at a time."""
 
     name: str
-    shape: tuple[int, ...]
-    type: GGMLType
+    shape: tuple[int, ...]  # in numpy's order
+    type: GGMLType  # what holds its weights without loss
+    # (last - first, n_in) float32; the rows of a tensor of three axes are those of its matrices one after the other, a
+    # vector is one row
     rows: ReadRows
+    # the bytes of the same rows in `type`, where the source has them; None where they are made of the rows
     stored: ReadBytes | None = None
 
     @property
@@ -52,23 +50,20 @@ class SourceTensor:
 
 
 class Source(Protocol):
-    """A model to export.
+    """A model to export."""
 
-    path: what the user named.  files: what is read, for the manifest.  metadata: the keys of the GGUF file, without
-    those that follow from how it is written (general.file_type, general.alignment, split.*).  tensors: in the order in
-    which they are written.  notes: what the user should know about what is left out or differs, a sentence each.
-    """
-
-    path: Path
+    path: Path  # what the user named
 
     @property
     def files(self) -> Sequence[Path]:
-        """See above."""
+        """What is read, for the manifest."""
         ...
 
+    # the keys of the GGUF file, without those that follow from how it is written (general.file_type, general.alignment,
+    # split.*)
     metadata: Metadata
-    tensors: Sequence[SourceTensor]
-    notes: Sequence[str]
+    tensors: Sequence[SourceTensor]  # in the order in which they are written
+    notes: Sequence[str]  # what the user should know about what is left out or differs, a sentence each
 
     def release(self, name: str) -> None:
         """Give back what reading a tensor keeps in memory; it can be read again."""
@@ -136,7 +131,7 @@ class GgufSource(Source):
         info = self.file.tensors[name]
         n_in = info.shape[-1] if info.shape else 1
         row_bytes = n_in // info.type.block_elements * info.type.block_bytes
-        is_end = last * n_in == info.n_elements  # I2_S has bytes behind its last row
+        is_end = last * n_in == info.n_elements  # I2_S has bytes after its last row
         return self.file.data(name, first * row_bytes, info.n_bytes if is_end else last * row_bytes)
 
     def _rows(self, name: str, first: int, last: int) -> Floats:

@@ -23,19 +23,15 @@ from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, R
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a target is, and what it writes.
+    """Where a target is, and what it writes."""
 
-    module: imported when the target is used.  name: of the class there.  writes: for messages.  has_manifest: whether
-    one is written beside it, or into its folder.  takes_gguf: whether its source must be a GGUF file, in the types that
-    are wanted: such a file is made where it is not.  target_folders: whether --target may be a folder of Hugging Face.
-    """
-
-    module: str
-    name: str
-    writes: str
-    has_manifest: bool = True
+    module: str  # imported when the target is used
+    name: str  # of the class there
+    writes: str  # for messages
+    has_manifest: bool = True  # whether one is written beside it, or into its folder
+    # whether its source must be a GGUF file, in the requested types: such a file is made where it is not
     takes_gguf: bool = False
-    target_folders: bool = True
+    target_folders: bool = True  # whether --target may be a folder of Hugging Face
 
     @property
     def is_folder(self) -> bool:
@@ -67,7 +63,7 @@ def open_target(name: str) -> ExportTarget:
 
 
 class Watched:
-    """A target whose plan and output are of sources that stayed what they were, from the plan on."""
+    """A target that refuses to go on if its sources change after the plan."""
 
     def __init__(self, target: ExportTarget) -> None:
         self._target = target

@@ -1,6 +1,6 @@
 """tokenizer.json and tokenizer_config.json of Hugging Face, made from a GGUF file's vocabulary.
 
-Byte-level vocabularies become BPE behind the published pre-tokeniser; those of SentencePiece become BPE with byte
+Byte-level vocabularies become BPE after the published pre-tokeniser; those of SentencePiece become BPE with byte
 fallback, whose merges follow from the scores. What is made is loaded by the library `tokenizers` and compared with the
 file's own tokenizer before it is given away.
 """
@@ -269,12 +269,12 @@ def _check(file: ModelFile, ours: Tokenizer, made: dict[str, Any]) -> None:
     around = [f"user: {name}Hi{name}\n{name} {name}" for name in some]
     for text in (*probes_of(file), *around):
         for add_special in (False, True):
-            wanted = ours.encode(text, add_special=add_special, parse_special=True)
+            expected = ours.encode(text, add_special=add_special, parse_special=True)
             found = theirs.encode(text, add_special_tokens=add_special).ids
-            if found != wanted:
+            if found != expected:
                 raise UnsupportedModel(
                     f"{file.path}: no tokenizer.json gives the tokens of this vocabulary: for {text!r:.80} they are "
-                    f"{_parts(ours, wanted)}, with tokenizer.json {_parts(ours, found)}"
+                    f"{_parts(ours, expected)}, with tokenizer.json {_parts(ours, found)}"
                 )
 
 

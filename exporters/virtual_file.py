@@ -17,12 +17,12 @@ from edgeinfer.models.gguf import GGMLType, MakeBytes, ModelFile
 
 
 class VirtualTensor(NamedTuple):
-    """A tensor that a file does not have. shape: in numpy's order.  make: gives its bytes first..last-1, whole rows."""
+    """A tensor that a file does not have."""
 
     name: str
     type: GGMLType
-    shape: tuple[int, ...]
-    make: MakeBytes
+    shape: tuple[int, ...]  # in numpy's order
+    make: MakeBytes  # gives its bytes first..last-1, whole rows
 
 
 class VirtualModelFile(ModelFile):

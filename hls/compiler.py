@@ -64,7 +64,7 @@ def build_program(
 ) -> Path:
     """A program of the sources, compiled when it is not in the cache yet.
 
-    defines: macros. flags: of the compiler, behind those that all have.
+    defines: macros. flags: of the compiler, after those that all have.
     Raises BackendUnavailable without a compiler or without the headers, and with what the compiler says where it fails.
     """
     compiler, text = cpp_compiler(), _headers_flags(headers)
@@ -138,7 +138,7 @@ def _key(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 
 def _compile(command: Sequence[str], target: Path) -> Path:
-    """The target, whole or not at all: two processes may compile the same one."""
+    """The target, written atomically: two processes may compile the same one."""
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
         run = subprocess.run([*command, "-o", str(built)], capture_output=True, text=True, check=False)

@@ -123,7 +123,7 @@ class CSimulation:
         """Of x (n_tokens, n), `arithmetic.quantise` of `arithmetic.rms_norm`, by `ei_norm_top`. weight: (n,)."""
         if x.shape[1] > self.max_in or weight.shape != x.shape[1:]:
             raise ShapeError(
-                f"rows of up to {self.max_in} and a weight alike are wanted: found {x.shape}, {weight.shape}"
+                f"rows of up to {self.max_in} and a weight alike are expected: found {x.shape}, {weight.shape}"
             )
         q, scales = np.empty(x.shape, dtype=np.int8), np.empty(len(x), dtype=np.float32)
         self._call("ei_csim_norm", _floats(x), _floats(weight), ctypes.c_float(epsilon), *x.shape, q, scales)
@@ -135,9 +135,9 @@ class CSimulation:
                 f"this engine takes matrices of (1, 1) to ({self.max_out}, {self.max_in}): found ({n_out}, {n_in}); "
                 f"give a larger max_in or max_out"
             )
-        wanted = self.geometry.stream_bytes(n_out, n_in)
-        if stream.size != wanted:
-            raise ShapeError(f"({n_out}, {n_in}) must take {wanted} bytes of weights: found {stream.size}")
+        expected = self.geometry.stream_bytes(n_out, n_in)
+        if stream.size != expected:
+            raise ShapeError(f"({n_out}, {n_in}) must take {expected} bytes of weights: found {stream.size}")
 
     def _call(self, name: str, *arguments: Any) -> None:
         given = [each.ctypes.data_as(ctypes.c_void_p) if isinstance(each, np.ndarray) else each for each in arguments]

@@ -28,16 +28,12 @@ _NEVER = -(1 << 40)
 
 @dataclass(frozen=True)
 class Timing:
-    """Of an engine. step: cycles from a step to the next one at the least, where its beats take no longer.
+    """Of an engine."""
 
-    entries: sums that a table is filled with, 0 for an engine without tables. banks: sets of tables.
-    latency: cycles from a beat to its sums, without those of the tree of adders, log2 T.
-    """
-
-    step: int
-    entries: int
-    banks: int
-    latency: int
+    step: int  # cycles from a step to the next one at the least, where its beats take no longer
+    entries: int  # sums that a table is filled with, 0 for an engine without tables
+    banks: int  # sets of tables
+    latency: int  # cycles from a beat to its sums, without those of the tree of adders, log2 T
 
     def sums_after(self, geometry: Geometry) -> int:
         """Cycles from a beat to its sums."""

@@ -49,15 +49,12 @@ ENCODINGS = {each.name: each for each in (Encoding("base3", 5, 8), Encoding("g3x
 
 @dataclass(frozen=True)
 class Geometry:
-    """An engine: rows R and tables T that it reads in a cycle.
-
-    n_ports: memory ports that the stream of weights is spread over, LANE_BYTES of each in turn.
-    """
+    """An engine: rows R and tables T that it reads in a cycle."""
 
     encoding: str
     rows: int
     tables: int
-    n_ports: int = 4
+    n_ports: int = 4  # memory ports that the stream of weights is spread over, LANE_BYTES of each in turn
 
     def __post_init__(self) -> None:
         if self.encoding not in ENCODINGS:

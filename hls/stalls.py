@@ -17,14 +17,15 @@ MOST = 0.999  # of a share; at 1 a product would not end
 class Stalls:
     """Shares of cycles in which the senders of x and w do not begin to offer a beat, and the receiver takes no y.
 
-    A beat once offered is offered until it is taken, as AXI wants it. length: of what is drawn, in cycles: streams that
-    stand still for long, and then go on without a pause, find the tables of several steps filled.
+    A beat once offered is offered until it is taken, as AXI requires.
     """
 
     x: float = 0.0
     w: float = 0.0
     y: float = 0.0
     seed: int = 0
+    # of what is drawn, in cycles: streams that stand still for long, and then go on without a pause, find the tables of
+    # several steps filled
     length: int = 1
 
     def __post_init__(self) -> None:

@@ -129,7 +129,7 @@ class ChatTemplate:
 
     @property
     def merges_system(self) -> bool:
-        """Whether a system message becomes the beginning of the first user message, for want of another place."""
+        """Whether a system message becomes the beginning of the first user message, where it has no other place."""
         return self._form is not None and self._form.merges_system
 
     @property
@@ -152,7 +152,7 @@ class ChatTemplate:
         Equal to tokenizer.encode(render(messages), parse_special=True) where no message has the text of a protected
         token (see Tokenizer.protected); there it stays text, whatever the template does with it. The texts of a message
         may be edgeinfer.models.provenance.Text: those of their characters that are trusted count as the template's own.
-        Begins with one begin token if the file wants one. Raises TemplateError.
+        Begins with one begin token if the file needs one. Raises TemplateError.
         """
         ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt), self._source)
         first = next((id for id in ids if tokenizer.token_bytes(id).strip()), None)  # some write a new line before it

@@ -1,10 +1,10 @@
 """Draft heads: a few blocks that continue from the target's hidden rows and predict the next tokens.
 
-A feature is the target's hidden row behind its final norm, the input of its output matrix. At position i a head takes
+A feature is the target's hidden row after its final norm, the input of its output matrix. At position i a head takes
 the feature f of position i and the token of position i + 1, and gives the feature of position i + 1, whose product with
 the output matrix is a row of logits for the token of position i + 2 (EAGLE, Li et al., arXiv:2401.15077). Embeddings
 are the target's; the output matrix has rows for some of the tokens only. Features of the target may be made of its rows
-behind several layers instead (arXiv:2503.01840).
+after several layers instead (arXiv:2503.01840).
 
 EAGLE-3 heads, in the form of llama.cpp's converter, always do that, and may have their own embeddings.
 """
@@ -38,16 +38,13 @@ _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 
 @dataclass(frozen=True)
 class HeadTarget:
-    """The model that a head drafts for.
-
-    n_embd: of its hidden rows.  fingerprint: see the function; of the tokens alone where by_tokens is set.
-    """
+    """The model that a head drafts for."""
 
     architecture: str
     name: str
     n_vocab: int
-    n_embd: int
-    fingerprint: str
+    n_embd: int  # of its hidden rows
+    fingerprint: str  # see the function; of the tokens alone where by_tokens is set
     by_tokens: bool = False
 
 
@@ -115,22 +112,20 @@ class FeatureProjection:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """A draft head: a front that joins tokens with features, a decoder behind it, and what makes the features.
-
-    features: None where they are the target's hidden rows themselves.  draft_vocab: (n_logits,) int32, ascending ids of
-    the target's tokens, one for each row of the decoder's output matrix.  taps: the target's rows that features are
-    made of, as Session.forward is asked for them with `hidden`.  matches: by depth, how often a drafted token was right
-    where those before it were, on text that was not trained on; empty where that is not known.  output_type: what the
-    target's rows for draft_vocab are rewritten in, where the file leaves them out.
-    """
+    """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features."""
 
     front: GatedFusion | ConcatenatedInput
     decoder: ModelSpec
-    features: FeatureProjection | None
+    features: FeatureProjection | None  # None where they are the target's hidden rows themselves
     target: HeadTarget
+    # (n_logits,) int32, ascending ids of the target's tokens, one for each row of the decoder's output matrix
     draft_vocab: NDArray[np.int32]
+    # the target's rows that features are made of, as Session.forward is asked for them with `hidden`
     taps: bool | tuple[int, ...] = True
+    # by depth, how often a drafted token was right where those before it were, on text that was not trained on; empty
+    # where that is not known
     matches: tuple[float, ...] = ()
+    # what the target's rows for draft_vocab are rewritten in, where the file leaves them out
     output_type: GGMLType | None = None
 
     @property
@@ -145,7 +140,7 @@ class HeadSpec:
 
     @property
     def feature_tap(self) -> int:
-        """Layer behind which the predicted feature stands, in front of the norm of the output matrix."""
+        """Layer after which the predicted feature stands, in front of the norm of the output matrix."""
         return self.decoder.n_layers - 1 if self.decoder.output_norm is not None else self.decoder.n_layers
 
     @property
@@ -193,7 +188,7 @@ def read_head(file: ModelFile) -> HeadSpec:
 def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     """Tells models apart by vocabulary and fine-tune: a SHA-256 in hex.
 
-    Of the tokens in UTF-8, joined by zero bytes, and behind them, unless they alone are wanted, the bytes of
+    Of the tokens in UTF-8, joined by zero bytes, and after them, unless they alone are needed, the bytes of
     output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
@@ -208,23 +203,23 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
 
 def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
     """Raises UnsupportedModel unless the head at that path is one for this target, naming what both have."""
-    wanted = head.target
+    expected = head.target
     own = HeadTarget(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
-    if (own.n_vocab, own.n_embd) != (wanted.n_vocab, wanted.n_embd):
+    if (own.n_vocab, own.n_embd) != (expected.n_vocab, expected.n_embd):
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} ({wanted.n_vocab} tokens, rows of {wanted.n_embd}), but "
+            f"{path} is a draft head for {expected.name} ({expected.n_vocab} tokens, rows of {expected.n_embd}), but "
             f"{target.path} is {own.name} ({own.n_vocab} tokens, rows of {own.n_embd}): use the head of this model"
         )
     if not isinstance(head.taps, bool) and max(head.taps) >= spec.n_layers:
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} that goes on from layer {max(head.taps)}, but {target.path} is "
-            f"{own.name} (layers 0..{spec.n_layers - 1}): use the head of this model"
+            f"{path} is a draft head for {expected.name} that goes on from layer {max(head.taps)}, but {target.path} "
+            f"is {own.name} (layers 0..{spec.n_layers - 1}): use the head of this model"
         )
-    found = fingerprint(target, wanted.by_tokens)
-    if found != wanted.fingerprint:
+    found = fingerprint(target, expected.by_tokens)
+    if found != expected.fingerprint:
         raise UnsupportedModel(
-            f"{path} is a draft head for {wanted.name} (fingerprint {wanted.fingerprint:.16}), but {target.path} is "
-            f"{own.name} (fingerprint {found:.16}): use the head of this model"
+            f"{path} is a draft head for {expected.name} (fingerprint {expected.fingerprint:.16}), but {target.path} "
+            f"is {own.name} (fingerprint {found:.16}): use the head of this model"
         )
 
 

@@ -29,7 +29,7 @@ def read_draft_vocab(file: ModelFile, name: str, kind: Literal["I32", "I64"], n_
     if falls.size:
         first = int(falls[0])
         raise UnsupportedModel(
-            f"{file.path}: tensor {name} must be ascending: found {ids[first + 1]} behind {ids[first]}"
+            f"{file.path}: tensor {name} must be ascending: found {ids[first + 1]} after {ids[first]}"
         )
     if ids[0] < 0 or ids[-1] >= n_vocab:
         raise UnsupportedModel(f"{file.path}: tensor {name} must be ids in 0..{n_vocab - 1}: found {ids[0]}..{ids[-1]}")

@@ -12,7 +12,7 @@ MOST_EXPERTS = 4096
 EXPERT_BIASES = frozenset({"router_bias", "gate_bias", "up_bias", "down_bias"})
 # What the numbers of expert_gating_func mean.
 _FUNCTIONS: dict[int, RouterFunction] = {1: "softmax", 2: "sigmoid", 3: "softmax_of_top_k", 4: "sqrt_softplus"}
-# Tensors behind "blk.<index>.", by role. Gate and up are apart, or one tensor.
+# Tensors after "blk.<index>.", by role. Gate and up are apart, or one tensor.
 _ALWAYS = {"router": "ffn_gate_inp.weight", "down": "ffn_down_exps.weight"}
 _SPECIAL = {
     "router_bias": "ffn_gate_inp.bias",
@@ -31,26 +31,24 @@ MAY_BE_ROWS = (_SHARED_ROUTER, _SPECIAL["selection_bias"])  # vectors that some 
 
 @dataclass(frozen=True)
 class ExpertRecipe:
-    """How the experts of one architecture depart from a softmax over all of them, which is used as it is.
+    """How the experts of one architecture depart from a softmax over all of them, which is used as it is."""
 
-    is_required: whether every file has them; without, one that lacks expert_count is dense.  n_ff: the key of the
-    numbers between gate and down: "whole" is feed_forward_length, "own" is expert_feed_forward_length, "own or share"
-    is feed_forward_length over the experts of a token where that is absent.  n_ff_shared: the same of the shared
-    network, None without one: expert_shared_feed_forward_length, with none or feed_forward_length where that is absent,
-    or expert_shared_count times n_ff.  shared_router: whether a router scales the shared network.  required, optional:
-    tensors of a layer beyond those that all have, by role.  reads: further keys that count. What other keys say of the
-    weights of experts is not looked at, as in llama.cpp, whose reading of a file is the standard here.
-    """
-
-    is_required: bool = True
+    is_required: bool = True  # whether every file has them; without, one that lacks expert_count is dense
+    # the key of the numbers between gate and down: "whole" is feed_forward_length, "own" is expert_feed_forward_length,
+    # "own or share" is feed_forward_length over the experts of a token where that is absent
     n_ff: Literal["whole", "own", "own or share"] = "whole"
+    # the same of the shared network, None without one: expert_shared_feed_forward_length, with none or
+    # feed_forward_length where that is absent, or expert_shared_count times n_ff
     n_ff_shared: Literal["length or none", "length or whole", "count"] | None = None
-    shared_router: bool = False
+    shared_router: bool = False  # whether a router scales the shared network
     router_function: RouterFunction = "softmax"
     is_normalised: bool = False
     activation: Activation = "silu"
+    # required, optional: tensors of a layer beyond those that all have, by role
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
+    # further keys that count. What other keys say of the weights of experts is not looked at, as in llama.cpp, whose
+    # reading of a file is the standard here.
     reads: frozenset[str] = frozenset()
 
 
@@ -125,7 +123,7 @@ class ExpertReader:
         }
 
     def _router_function(self) -> RouterFunction:
-        """What the key says, if the architecture reads it; else the one that there is, which it must not contradict."""
+        """What the key says, if the architecture reads it; else the recipe's, which the key must not contradict."""
         own, key = self._recipe.router_function, "expert_gating_func"
         known = _FUNCTIONS if key in self._recipe.reads else {i: name for i, name in _FUNCTIONS.items() if name == own}
         number = self._keys.integer(key, 0, 1 << 16, default=0)  # 0 says nothing

@@ -1,6 +1,6 @@
 // The interpreter's lock, released and taken again so that a thread survives the end of the interpreter.
 //
-// A daemon thread that wants the lock while the interpreter ends is ended by Python before 3.14 with pthread_exit. Its
+// A daemon thread that needs the lock while the interpreter ends is ended by Python before 3.14 with pthread_exit. Its
 // unwinding through C++ would call std::terminate, and hide the program's own exit status. Such a thread waits here for the
 // end of the process instead, as Python 3.14 lets it. No other release of the lock may be used.
 #pragma once

@@ -10,19 +10,15 @@ from edgeinfer.common.errors import TemplateError
 
 @dataclass(frozen=True)
 class _Template:
-    """Messages concatenated, each with the text around it for its role; {} is the content.
-
-    prompt: the beginning of an answer.  begin: before all messages.  opens: before a user's message, or the system's
-    that belongs to it.  trimmed: roles whose contents are stripped of white space.
-    """
+    """Messages concatenated, each with the text around it for its role; {} is the content."""
 
     system: str
     user: str
     assistant: str
-    prompt: str = ""
-    begin: str = ""
-    opens: str = ""
-    trimmed: tuple[str, ...] = ()
+    prompt: str = ""  # the beginning of an answer
+    begin: str = ""  # before all messages
+    opens: str = ""  # before a user's message, or the system's that belongs to it
+    trimmed: tuple[str, ...] = ()  # roles whose contents are stripped of white space
 
     @property
     def source(self) -> str:

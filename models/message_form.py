@@ -5,7 +5,7 @@ Three things are tried, each with a text that must then be in the prompt:
 - A content is a text. Where the template loses or refuses it, the content is a list of one part instead,
   {"type": "text", "text": ...}, for the roles that need it.
 - A system message is a message of its own. Where the template loses or refuses it, its text goes in front of the first
-  user message behind it, with an empty line between them.
+  user message after it, with an empty line between them.
 - Messages are given as they are. Where the template refuses several of one role in a row, they become one, with empty
   lines between them.
 """
@@ -30,13 +30,10 @@ _QUESTION, _DIALOGUE = ("user",), ("user", "assistant", "user")
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What a template wants of messages.
+    """What a template needs of messages."""
 
-    parts: roles whose content is a list of parts.  merges_system: it has no place for a system message.
-    """
-
-    parts: frozenset[str] = frozenset()
-    merges_system: bool = False
+    parts: frozenset[str] = frozenset()  # roles whose content is a list of parts
+    merges_system: bool = False  # it has no place for a system message
 
     def applied(self, messages: Messages) -> Messages:
         """The messages in this form."""
@@ -58,7 +55,7 @@ PLAIN = MessageForm()
 def form_of(render: Render) -> MessageForm | None:
     """The form in which a template takes messages; None where what the user says is in no prompt.
 
-    render: the template. One that refuses every form here wants other messages, and gets them as they are.
+    render: the template. One that refuses every form here needs other messages, and gets them as they are.
     """
     if (form := _form_of_user(render)) is None:
         return None
@@ -112,7 +109,7 @@ def with_turns_joined(messages: Messages) -> Messages:
 
 
 def _with_system_merged(messages: Messages) -> Messages:
-    """Each system message in front of the first user message behind it; without one it is a user message itself."""
+    """Each system message in front of the first user message after it; without one it is a user message itself."""
     found: list[Mapping[str, Any]] = []
     waiting: list[str] = []
     for message in messages:

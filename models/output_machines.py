@@ -101,7 +101,7 @@ def _overlap(text: str, mark: str) -> int:
 class TagsMachine(OutputMachine):
     """Reasoning between tags, at the beginning of an answer only; calls of tools between tags anywhere in it.
 
-    Ends of lines right behind and before a tag of the reasoning belong to neither text.
+    Ends of lines right after and before a tag of the reasoning belong to neither text.
     """
 
     def __init__(self, format: OutputFormat, opened: str) -> None:
@@ -223,7 +223,7 @@ class ChannelsMachine(OutputMachine):
     """gpt-oss: messages with a header that names a channel, and for a call of a tool whom it is for.
 
     <|start|>assistant<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
-    The prompt ends behind the first "assistant".
+    The prompt ends after the first "assistant".
     """
 
     def __init__(self, format: OutputFormat, opened: str) -> None:
@@ -290,7 +290,7 @@ class ChannelsMachine(OutputMachine):
         return True
 
     def _between(self) -> bool:
-        """Behind the end of a message: the next one, or text without a header."""
+        """After the end of a message: the next one, or text without a header."""
         body = self._rest.lstrip()
         if body.startswith(self._start):
             self._take("mark", len(self._rest) - len(body) + len(self._start))

@@ -40,7 +40,7 @@ ROPE_FREQS = frozenset({"rope_freqs.weight"})
 LONG_AND_SHORT = frozenset({"rope_factors_long.weight", "rope_factors_short.weight"})
 ROPE_TENSORS = ROPE_FREQS | LONG_AND_SHORT  # what RopeSpec has the frequencies from
 
-# Tensors of a layer in GGUF, behind "blk.<index>.", by block and role. First those that most architectures have.
+# Tensors of a layer in GGUF, after "blk.<index>.", by block and role. First those that most architectures have.
 _COMMON = {
     "mixer.norm": "attn_norm.weight",
     "mixer.q": "attn_q.weight",
@@ -106,35 +106,30 @@ def _of_block(block: str, refs: Mapping[str, TensorRef]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one GGUF `general.architecture` departs from the common layer: `Attention` with RoPE, then `Dense`.
-
-    rope_kind: see RopeSpec.  required / optional: tensors of a layer beyond those that most architectures have, by
-    block and role, such as "mixer.q_bias"; without: those it lacks; renamed: those that have another name behind
-    "blk.<index>.".  fused: queries, keys and values may be one tensor.  fused_ffn: gate and up are one.  experts: what
-    is special about its experts, None without any.  skips_nextn: layers that predict tokens further ahead, the last of
-    block_count, are left out.  output: whether there is an output matrix beside the embeddings.  rope_factors: tensors
-    of factors on the frequencies that there may be.  fixed: keys with the values that are understood, the default
-    first; reads: common ones of these that it reads.  unsupported_keys: metadata that asks for something that no block
-    has, with the reason.  refine: the spec with what the other keys say.
-    """
+    """How one GGUF `general.architecture` departs from the common layer: `Attention` with RoPE, then `Dense`."""
 
     name: str
-    rope_kind: RopeKind
+    rope_kind: RopeKind  # see RopeSpec
+    # required, optional, without: tensors that a layer has, may have or lacks, where it departs from most
+    # architectures; by block and role, such as "mixer.q_bias"
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = QKV_BIASES
     without: frozenset[str] = frozenset()
-    fused: bool = False
-    fused_ffn: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    experts: ExpertRecipe | None = None
-    skips_nextn: bool = False
+    fused: bool = False  # queries, keys and values may be one tensor
+    fused_ffn: bool = False  # gate and up are one
+    renamed: Mapping[str, str] = field(default_factory=dict)  # those that have another name after "blk.<index>."
+    experts: ExpertRecipe | None = None  # what is special about its experts, None without any
+    skips_nextn: bool = False  # layers that predict tokens further ahead, the last of block_count, are left out
+    # whether there is an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None
-    rope_factors: frozenset[str] = frozenset()
+    rope_factors: frozenset[str] = frozenset()  # tensors of factors on the frequencies that there may be
+    # keys with the values that are understood, the default first
     fixed: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()  # common ones of these that it reads
+    # metadata that asks for something that no block has, with the reason
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
-    refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged
+    refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged  # the spec with what the other keys say
 
     def read(self, file: ModelFile) -> ModelSpec:
         """Spec of a file of this architecture. Raises UnsupportedModel, InvalidGGUF."""
@@ -246,7 +241,7 @@ class Reader(KeyReader):
         return self.integer("block_count", 1, 4096) - self._n_skipped()
 
     def _n_skipped(self) -> int:
-        """Layers behind the model's own that predict tokens further ahead, where those are left out."""
+        """Layers after the model's own that predict tokens further ahead, where those are left out."""
         if not self.architecture.skips_nextn:
             return 0
         return self.integer("nextn_predict_layers", 0, self.integer("block_count", 1, 4096) - 1, default=0)

@@ -42,7 +42,7 @@ REASONING_TAGS = (
     ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     ("Here is my thought process:", "Here is my response:"),
 )
-# Around the answer, directly behind the reasoning or first of all; no part of it.
+# Around the answer, directly after the reasoning or first of all; no part of it.
 ANSWER_TAGS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|begin_of_solution|>", "<|end_of_solution|>"),
@@ -116,7 +116,7 @@ class OutputFormat:
         return OutputParser(self, machine, opened)
 
     def answer(self, prompt: Sequence[int], tokens: Iterable[int]) -> str:
-        """What tokens behind a prompt say, without reasoning and calls of tools."""
+        """What tokens after a prompt say, without reasoning and calls of tools."""
         parser = self.parser(self.opened_by(prompt, "", str))
         for token in tokens:
             parser.push(token)
@@ -330,7 +330,7 @@ class OutputParser:
         return tuple(self._machine.tool_calls)
 
     def emitted(self, n_answer: int) -> str:
-        """All of it as it was emitted behind what the prompt had opened, marks included; the answer cut to n_answer."""
+        """All of it as it was emitted after what the prompt had opened, marks included; the answer cut to n_answer."""
         parts: list[str] = [trusted(self.opened)]
         for kind, coded in ((segment.kind, segment.coded) for segment in self._machine.segments):
             if kind == "answer":

@@ -17,7 +17,7 @@ from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
-# What a gated network makes of gate and up. The first three are activation(gate) * up with x sigmoid(x);
+# What a gated network makes of gate and up. The first three are activation(gate) * up with x sigmoid(x)
 # x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2; max(x, 0)^2. clamped_swiglu (gpt-oss) is
 # g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = clamp(up, -7, 7).
 Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"]
@@ -57,15 +57,13 @@ ExpertsRef: TypeAlias = str | ExpertRows  # the same of a tensor of all experts
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of a block, by the block's name in its model and its role in the block.
-
-    shape: (n_out, n_in) of a matrix, which is what the product needs, (n,) of a vector, or (n_experts, n_out, n_in) of
-    the matrices of experts. What experts have as vectors is (n_experts, n), a matrix of which single rows are used.
-    """
+    """A tensor of a block, by the block's name in its model and its role in the block."""
 
     block: str
     role: str
     tensor: TensorRef | ExpertRows
+    # (n_out, n_in) of a matrix, which is what the product needs, (n,) of a vector, or (n_experts, n_out, n_in) of the
+    # matrices of experts. What experts have as vectors is (n_experts, n), a matrix of which single rows are used.
     shape: tuple[int, ...]
 
 
@@ -195,15 +193,9 @@ class Attention(Mixer):
         scores = cap(q * scale * temperature(position) @ k, soft_cap) over the window
         a = norm(softmax(scores) @ v, sub_norm) @ output + output_bias
         x += residual_scale * norm(a, post_norm)
-
-    n_in: numbers that q, k and v are products with: n_embd, but for a head that attends from more.  rope: None where
-    queries and keys are not turned.  window: number of positions that a token sees, its own among them: position p sees
-    p - window + 1 .. p; None for all; in a tree these are the nearest nodes of its own branch.  qk_norm: what a norm of
-    queries and keys is over, None without one.  sinks: one more score for each head, which takes its share of the
-    softmax and has no value (Xiao et al., arXiv:2309.17453; gpt-oss, arXiv:2508.10925).
     """
 
-    n_in: int
+    n_in: int  # numbers that q, k and v are products with: n_embd, but for a head that attends from more
     n_heads: int
     n_kv_heads: int
     head_dim: int
@@ -212,11 +204,13 @@ class Attention(Mixer):
     k: TensorRef  # (n_kv_heads * head_dim, n_in)
     v: TensorRef  # (n_kv_heads * head_dim, n_in)
     output: TensorRef  # (n_embd, n_heads * head_dim)
-    rope: RopeSpec | None = None
+    rope: RopeSpec | None = None  # None where queries and keys are not turned
+    # number of positions that a token sees, its own among them: position p sees p - window + 1 .. p; None for all; in a
+    # tree these are the nearest nodes of its own branch.
     window: int | None = None
     soft_cap: float | None = None
     query_temperature: QueryTemperature | None = None
-    qk_norm: QKNorm | None = None
+    qk_norm: QKNorm | None = None  # what a norm of queries and keys is over, None without one
     norm: TensorRef | None = None  # (n_embd,)
     post_norm: TensorRef | None = None  # (n_embd,), of what is added
     sub_norm: TensorRef | None = None  # (n_heads * head_dim,), of what goes into output
@@ -226,7 +220,9 @@ class Attention(Mixer):
     k_bias: TensorRef | None = None
     v_bias: TensorRef | None = None
     output_bias: TensorRef | None = None
-    sinks: TensorRef | None = None  # (n_heads,)
+    # (n_heads,), one more score for each head, which takes its share of the softmax and has no value (Xiao et al.,
+    # arXiv:2309.17453; gpt-oss, arXiv:2508.10925)
+    sinks: TensorRef | None = None
 
     @property
     def separate_key_bias(self) -> TensorRef | None:
@@ -360,10 +356,9 @@ class Experts(FeedForward):
         y = the sum of weight_scale * w_e * f_e over `chosen`, added in that order
         y += sigmoid(shared_router @ h) * the shared network of h, without the factor where there is no shared_router
         x += residual_scale * norm(y, post_norm)
-
-    n_ff, n_ff_shared: numbers between gate and down, of one expert and of the shared network.
     """
 
+    # n_ff, n_ff_shared: numbers between gate and down, of one expert and of the shared network
     n_ff: int
     n_experts: int
     n_used: int
@@ -452,11 +447,11 @@ def weights_of(block: str, part: _Shaped) -> Iterator[Weight]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a session tells of its model on any backend. n_ctx_train: positions that the model was trained with."""
+    """What a session says of its model on any backend."""
 
     architecture: str
     n_vocab: int
-    n_ctx_train: int
+    n_ctx_train: int  # positions that the model was trained with
     n_layers: int
     n_embd: int
 
@@ -472,16 +467,15 @@ class ModelSpec(ModelSizes):
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
-
-    token_embd, output: the same tensor where the embeddings are tied; None in the decoder of a draft head that takes
-    those of its target.  n_logits: rows of the output matrix, tokens that there are logits for.
     """
 
     norm_epsilon: float
+    # token_embd, output: the same tensor where the embeddings are tied; None in the decoder of a draft head that takes
+    # those of its target
     token_embd: str | None
     output_norm: str | None
     output: TensorRef | None
-    n_logits: int
+    n_logits: int  # rows of the output matrix, tokens that there are logits for
     layers: tuple[Layer, ...]
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -103,10 +103,10 @@ size_t n_characters(std::string_view text) {
 
 // ---- the table -----------------------------------------------------------------------------------------------------
 
-// Texts one behind the other in one piece of memory.
+// Texts one after the other in one piece of memory.
 class StringTable {
 public:
-    // The first of n texts in data[at..limit), each behind its length, that have at most most_bytes and follow each
+    // The first of n texts in data[at..limit), each after its length, that have at most most_bytes and follow each
     // other whole. They are copied: another process may write to the file.
     static StringTable read(Bytes data, size_t at, size_t limit, size_t n, size_t most_bytes) {
         if (limit > data.size() || at > limit) throw nb::value_error("read: the limits lie outside of the data");
@@ -204,7 +204,7 @@ public:
         }
         return table;
     }
-    // Whether a text has the part behind other characters than those of the part itself. In UTF-8 it begins no other one.
+    // Whether a text has the part after other characters than those of the part itself. In UTF-8 it begins no other one.
     bool has_inside(std::string_view part) const {
         const auto is_inside = [&](std::string_view text) {
             for (size_t at = 0; (at = text.find(part, at)) != text.npos; at += part.size())
@@ -232,7 +232,7 @@ public:
     }
 
 private:
-    static constexpr size_t kMargin = 16;  // zeros before the first text and behind the last, which may be read
+    static constexpr size_t kMargin = 16;  // zeros before the first text and after the last, which may be read
 
     // With room for texts that start there; the last number is where the last one ends.
     explicit StringTable(std::vector<uint32_t> starts)
@@ -503,10 +503,10 @@ NB_MODULE(_strings, m) {
     nb::set_leak_warnings(false);  // of what still lives when Python ends, such as an engine in a thread of its own
 #endif
 
-    nb::class_<StringTable>(m, "StringTable", "Texts one behind the other in one piece of memory.")
+    nb::class_<StringTable>(m, "StringTable", "Texts one after the other in one piece of memory.")
         .def_static(
             "read", &StringTable::read, "data"_a, "at"_a, "limit"_a, "n"_a, "most_bytes"_a,
-            "The first of n texts in data[at:limit], each behind its length in 8 bytes, that have at most "
+            "The first of n texts in data[at:limit], each after its length in 8 bytes, that have at most "
             "most_bytes and follow each other whole. What is no UTF-8 in them is \"surrogateescape\" in Python.")
         .def_static("of", &StringTable::of, "texts"_a)
         .def("__len__", &StringTable::size)
@@ -536,7 +536,7 @@ NB_MODULE(_strings, m) {
         .def("named", &StringTable::named, "prefix"_a, "suffix"_a,
              "The texts, each without bytes as prefix, its place, suffix.")
         .def("has_inside", &StringTable::has_inside, "part"_a,
-             "Whether a text has the part behind other characters than those of the part itself.")
+             "Whether a text has the part after other characters than those of the part itself.")
         .def_prop_ro("n_spaces", &StringTable::n_spaces)
         .def_prop_ro("n_utf8", &StringTable::n_utf8, "How many of the texts are UTF-8, before the first that is not.")
         .def_prop_ro("longest", &StringTable::longest, "Characters of the longest text.");

@@ -242,7 +242,7 @@ class Tokenizer(OfOneProcess):
         """A decoder that takes one id at a time.
 
         skip_special: control tokens give nothing. The space that `encode` puts before a text in some vocabularies is
-        taken off behind a begin token only: ids without one continue a text, and the space may be part of it.
+        taken off after a begin token only: ids without one continue a text, and the space may be part of it.
         """
         return TokenStream(self, skip_special)
 
@@ -257,7 +257,7 @@ class Tokenizer(OfOneProcess):
         return self.is_control(id) and (is_unknown or id in frames)
 
     def hides_space(self, id: int) -> bool:
-        """Whether `encode` put a space between this token and the text behind it that is no part of the text."""
+        """Whether `encode` put a space between this token and the text after it that is no part of the text."""
         return self._adds_space and id == self.bos_id
 
 

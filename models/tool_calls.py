@@ -1,4 +1,4 @@
-"""Calls of tools, as models write them and as templates want them."""
+"""Calls of tools, as models write them and as templates need them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call of the model.
+    """A tool call of the model."""
 
-    text: as emitted, between the marks.  name, arguments: parsed from it if it is JSON, else None.
-    """
-
-    text: str
+    text: str  # as emitted, between the marks
+    # name, arguments: parsed from it if it is JSON, else None
     name: str | None = None
     arguments: dict[str, Any] | None = None
 
@@ -25,7 +23,7 @@ _CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """The calls in what a model wrote between the tags: JSON, or names with JSON behind them; none if it is neither."""
+    """The calls in what a model wrote between the tags: JSON, or names with JSON after them; none if it is neither."""
     value = _read_json(text)
     if isinstance(value, list):
         calls = [_call(each, json.dumps(each, ensure_ascii=False)) for each in value]
@@ -53,7 +51,7 @@ def _call(value: Any, text: str) -> ToolCall | None:
 
 
 def _named_call(text: str) -> ToolCall | None:
-    """A call from its name with JSON behind it; between them may be tags."""
+    """A call from its name with JSON after it; between them may be tags."""
     head, brace, body = text.partition("{")
     inside, end, _ = body.rpartition("}")
     arguments = _object(_read_json(brace + inside + end))
@@ -80,10 +78,10 @@ def _object(value: Any) -> dict[str, Any] | None:
 
 
 def calls_for_template(calls: Sequence[Mapping[str, Any]], as_text: bool) -> list[dict[str, Any]]:
-    """Calls in OpenAI's form. as_text: arguments as JSON, which some templates want in place of the object."""
+    """Calls in OpenAI's form. as_text: arguments as JSON, which some templates need in place of the object."""
     return [
         {
-            "id": f"call{number:05}",  # Mistral's templates want nine characters
+            "id": f"call{number:05}",  # Mistral's templates need nine characters
             "type": "function",
             "function": {
                 "name": call["name"],

@@ -15,11 +15,11 @@ import extensions_under_test  # noqa: F401
 import kept_bytecode  # noqa: F401
 import numpy as np
 import pytest
+from needs_plain_step import NEEDS_PLAIN_STEP  # noqa: F401
 from parts import missing, required
 from peer import llama_cpp_crashes
 from peer_build import has_amx, this_cpu
 from tiny_models import write_tiny_model
-from wants_plain_step import WANTS_PLAIN_STEP  # noqa: F401
 
 import edgeinfer
 from edgeinfer.backends.driver_probe import ask_apart
@@ -59,7 +59,7 @@ def _costs_are_kept() -> Iterator[None]:
 def _drafts_are_made() -> Iterator[None]:
     """Whether drafts pay is measured, and for tiny models they do not: that is tested in test_payoff.py alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("edgeinfer.speculation.payoff.Payoff.wants_plain_step", False)
+        patch.setattr("edgeinfer.speculation.payoff.Payoff.needs_plain_step", False)
         yield
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from edgeinfer.backends.base import Progress
-from edgeinfer.backends.llama_cpp.loading import Wanted, crashed, load, sizes_of, uses_extra_buffers
+from edgeinfer.backends.llama_cpp.loading import LoadRequest, crashed, load, sizes_of, uses_extra_buffers
 from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.backends.llama_cpp.session import LlamaCppModel
 from edgeinfer.common.errors import InvalidArgument
@@ -89,8 +89,8 @@ class LlamaCppBackend:
         process, self._process, self._described = self._process or Process(), None, None
         path, name = _names(model)
         settings = replace(plan.settings.with_batch(), n_threads=device.n_threads)
-        wanted = Wanted(path, name, settings, uses_extra_buffers(process.build))
-        loaded = LlamaCppModel(load(wanted, process, progress), model.watches())
+        request = LoadRequest(path, name, settings, uses_extra_buffers(process.build))
+        loaded = LlamaCppModel(load(request, process, progress), model.watches())
         if progress is not None:
             progress(1.0)
         return loaded

@@ -1,4 +1,4 @@
-"""What llama.cpp remembers of a text and its branches."""
+"""What llama.cpp remembers of a sequence and its branches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Cache:
-    """What llama.cpp remembers of texts, by sequence; sequence 0 is the committed one.
+    """What llama.cpp remembers, by sequence; sequence 0 is the committed one.
 
     With cells, one a token, a sequence can be cut short and branches share what they have in common. Without, there is
     a state that is the sum of all tokens: passes then run on a copy, sequence 1, that is adopted whole or dropped.
@@ -45,7 +45,7 @@ class Cache:
         library, memory = self._library, self._memory
         self._drop_branches()
         removed = library.llama_memory_seq_rm(memory, 0, n, -1)
-        # Cells that are behind a sliding window may have been used again.
+        # Cells that are after a sliding window may have been used again.
         is_whole = not self.has_cells or library.llama_memory_seq_pos_min(memory, 0) <= 0
         if removed and is_whole:
             return n

@@ -67,13 +67,13 @@ class Context:
         self.activation_bytes = output_bytes + sum(mebibytes(line, r"compute buffer size") for line in lines)
 
     def decode(
-        self, ids: TokenIds, positions: NDArray[Any], sequences: Sequence[Sequence[int]], wanted: Rows, out: Logits
+        self, ids: TokenIds, positions: NDArray[Any], sequences: Sequence[Sequence[int]], requested: Rows, out: Logits
     ) -> None:
-        """Run tokens, each a part of the sequences of its row; logits of the wanted rows, ascending, into out.
+        """Run tokens, each a part of the sequences of its row; logits of the requested rows, ascending, into out.
 
         positions: (n,).  Raises Interrupted, BackendLost.
         """
-        batch = _Batch(self.library, ids, positions, sequences, wanted)
+        batch = _Batch(self.library, ids, positions, sequences, requested)
         with log.record() as lines:
             status = self.library.llama_decode(self.pointer, batch.structure)
         if status == 2:
@@ -92,11 +92,11 @@ class _Batch:
     """The argument of llama_decode, and the arrays that it points into."""
 
     def __init__(
-        self, library: Any, ids: TokenIds, positions: NDArray[Any], sequences: Sequence[Sequence[int]], wanted: Rows
+        self, library: Any, ids: TokenIds, positions: NDArray[Any], sequences: Sequence[Sequence[int]], requested: Rows
     ) -> None:
         n = len(ids)
         self._outputs = np.zeros(n, dtype=np.int8)
-        self._outputs[wanted] = 1
+        self._outputs[requested] = 1
         self._ids = np.ascontiguousarray(ids, dtype=np.int32)
         self._positions = positions.astype(np.int32)
         self._counts = np.array([len(of_row) for of_row in sequences], dtype=np.int32)

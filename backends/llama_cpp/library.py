@@ -39,14 +39,14 @@ def _check_layouts(library: Any) -> None:
     ]
     if lacking:
         raise BackendUnavailable(
-            f"the llama.cpp backend wants llama-cpp-python {VERSION}; found {found}, which lacks {', '.join(lacking)}: "
+            f"the llama.cpp backend needs llama-cpp-python {VERSION}; found {found}, which lacks {', '.join(lacking)}: "
             "pip install 'edgeinfer[llama]'"
         )
     elsewhere = os.environ.get("LLAMA_CPP_LIB_PATH")
     if elsewhere is not None and library.llama_version() != LIBRARY_VERSION:
         raise BackendUnavailable(
             f"LLAMA_CPP_LIB_PATH={elsewhere} has llama.cpp {library.llama_version().decode()}; llama-cpp-python "
-            f"{VERSION} wants {LIBRARY_VERSION.decode()}: unset it"
+            f"{VERSION} needs {LIBRARY_VERSION.decode()}: unset it"
         )
 
 

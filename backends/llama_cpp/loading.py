@@ -19,7 +19,7 @@ _KIND = "llama.cpp"  # of what is remembered
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadRequest:
     """What is to be loaded: a file, absolute, its name in messages, how, and in which buffers."""
 
     path: str
@@ -45,29 +45,29 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in a process, as it was wanted."""
+    """A model in a process, as it was requested."""
 
-    wanted: Wanted
+    request: LoadRequest
     process: Process
     sizes: ModelSizes
     use: MemoryUse
 
 
-def load(wanted: Wanted, process: Process, progress: Progress | None = None) -> Loaded:
+def load(request: LoadRequest, process: Process, progress: Progress | None = None) -> Loaded:
     """Load a model; where llama.cpp crashes with extra buffers, with a RuntimeWarning without them.
 
     That is remembered for this llama-cpp-python on this CPU. Raises UnsupportedModel, BudgetExceeded, BackendCrashed.
     """
     try:
-        return wanted.on(process, progress)
+        return request.on(process, progress)
     except Ended as end:
         crash = end
-        if not (end.is_fault and wanted.extra_buffers):
-            raise crashed(wanted.name, "while it loaded the model", end) from end
+        if not (end.is_fault and request.extra_buffers):
+            raise crashed(request.name, "while it loaded the model", end) from end
     try:
-        loaded = replace(wanted, extra_buffers=False).on(Process(), progress)
+        loaded = replace(request, extra_buffers=False).on(Process(), progress)
     except Ended as end:
-        raise crashed(wanted.name, "while it loaded the model", end) from end
+        raise crashed(request.name, "while it loaded the model", end) from end
     remember_crash(process.build)
     warn(
         f"llama.cpp crashes on this machine with its extra buffers (AMX, repacked weights): {crash}; "

@@ -18,7 +18,7 @@ _DEBUG, _ERROR = 1, 4  # enum ggml_log_level
 class Log:
     """Takes what llama.cpp logs, and writes it to stderr, of which the host reads the last line after a crash.
 
-    every: all lines since it was emptied, for the host's log; None where that is not wanted.
+    every: all lines since it was emptied, for the host's log; None where that is not needed.
     """
 
     def __init__(self) -> None:

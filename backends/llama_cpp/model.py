@@ -57,7 +57,7 @@ class Model:
 
     @property
     def sizes(self) -> ModelSizes:
-        """What the C API tells of them."""
+        """What the C API says of them."""
         library, pointer = self.library, self.pointer
         return ModelSizes(
             architecture=self._architecture,

@@ -18,7 +18,7 @@ _NO_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 class Passes:
-    """Passes through a model behind the committed tokens.
+    """Passes through a model after the committed tokens.
 
     A tree runs in one pass where its branches are sequences of llama.cpp over shared cells. Where there are more than
     MAX_OUTPUTS branches or rows of logits, or the model keeps a state and not cells (Mamba, RWKV, hybrids), each branch
@@ -41,12 +41,12 @@ class Passes:
         logits = np.empty((1, context.model.n_vocab), dtype=np.float32)
         for n in (1, 8) if context.model.has_extra_buffers else (1,):
             ids = np.zeros(min(n, context.n_batch), dtype=np.int32)
-            with suppress(BackendLost):  # a failure without a crash is told by the first pass that is asked for
+            with suppress(BackendLost):  # a failure without a crash is reported by the first pass that is asked for
                 self._run_chain(ids, np.array([len(ids) - 1]), 0, logits)
             self._cache.clear()
 
-    def run(self, ids: TokenIds, links: TokenIds, wanted: TokenIds, out: Logits) -> None:
-        """Run a chain or a tree, see Session.forward; logits of the wanted rows, ascending, into out.
+    def run(self, ids: TokenIds, links: TokenIds, requested: TokenIds, out: Logits) -> None:
+        """Run a chain or a tree, see Session.forward; logits of the requested rows, ascending, into out.
 
         Raises Interrupted, BackendLost.
         """
@@ -55,10 +55,10 @@ class Passes:
         self._is_clean = False
         if np.array_equal(links, np.arange(-1, len(ids) - 1)):
             sequence = self._cache.branch(1)
-            self._run_chain(ids, wanted, sequence, out)
+            self._run_chain(ids, requested, sequence, out)
             keeps = [sequence] * len(ids) if self._cache.has_cells else [None] * (len(ids) - 1) + [sequence]
         else:
-            keeps = self._run_tree(ids, links, wanted, out)
+            keeps = self._run_tree(ids, links, requested, out)
         self._last = _Pass(ids, keeps)
 
     def keep(self, rows: TokenIds, n_past: int) -> None:
@@ -73,21 +73,21 @@ class Passes:
         del self._tokens[n_past:]
         self._n_held = min(self._n_held, n_past)
 
-    def _run_chain(self, ids: TokenIds, wanted: Rows, sequence: int, out: Logits) -> None:
-        """Logits (len(wanted), n_vocab) of a chain behind what the sequence holds, in as many passes as it takes."""
+    def _run_chain(self, ids: TokenIds, requested: Rows, sequence: int, out: Logits) -> None:
+        """Logits (len(requested), n_vocab) of a chain after what the sequence holds, in as many passes as it takes."""
         context = self._context
         n_past = self._cache.length(sequence)
-        for first, last in _chunks(len(ids), wanted, context.n_batch, context.n_outputs):
-            inside = slice(*np.searchsorted(wanted, (first, last)))
+        for first, last in _chunks(len(ids), requested, context.n_batch, context.n_outputs):
+            inside = slice(*np.searchsorted(requested, (first, last)))
             positions = np.arange(n_past + first, n_past + last)
             sequences = [(sequence,)] * (last - first)
-            context.decode(ids[first:last], positions, sequences, wanted[inside] - first, out[inside])
+            context.decode(ids[first:last], positions, sequences, requested[inside] - first, out[inside])
 
-    def _run_tree(self, ids: TokenIds, links: TokenIds, wanted: Rows, out: Logits) -> list[int | None]:
-        """Logits of the wanted rows; gives for each row the sequence to keep if a path ends there."""
+    def _run_tree(self, ids: TokenIds, links: TokenIds, requested: Rows, out: Logits) -> list[int | None]:
+        """Logits of the requested rows; gives for each row the sequence to keep if a path ends there."""
         paths = branches(links)
-        if not self._cache.has_cells or max(len(paths), len(wanted)) > self._context.n_outputs:
-            self._run_branches(ids, paths, wanted, out)
+        if not self._cache.has_cells or max(len(paths), len(requested)) > self._context.n_outputs:
+            self._run_branches(ids, paths, requested, out)
             return [None] * len(ids)
         sequences: list[list[int]] = [[] for _ in ids]
         positions = np.empty(len(ids), dtype=np.int32)
@@ -96,16 +96,16 @@ class Passes:
                 sequences[row].append(sequence)
                 positions[row] = len(self._tokens) + depth
         self._cache.branch(len(paths))
-        self._context.decode(ids, positions, sequences, wanted, out)
+        self._context.decode(ids, positions, sequences, requested, out)
         return [of_row[0] for of_row in sequences]
 
-    def _run_branches(self, ids: TokenIds, paths: list[list[int]], wanted: Rows, out: Logits) -> None:
-        """Logits of the wanted rows of a tree, one branch after the other."""
+    def _run_branches(self, ids: TokenIds, paths: list[list[int]], requested: Rows, out: Logits) -> None:
+        """Logits of the requested rows of a tree, one branch after the other."""
         for path in paths:
             self._catch_up()
             self._is_clean = False
-            places = np.isin(wanted, path)
-            inside = np.searchsorted(path, wanted[places])
+            places = np.isin(requested, path)
+            inside = np.searchsorted(path, requested[places])
             of_branch = np.empty((len(inside), out.shape[1]), dtype=np.float32)
             self._run_chain(ids[path], inside, self._cache.branch(1), of_branch)
             out[places] = of_branch
@@ -149,12 +149,12 @@ def branches(parents: NDArray[np.int32]) -> list[list[int]]:
     return paths
 
 
-def _chunks(n: int, wanted: Rows, n_batch: int, n_outputs: int) -> Iterator[tuple[int, int]]:
-    """Runs (first, last) of n rows, each of at most n_batch rows and n_outputs wanted ones."""
+def _chunks(n: int, requested: Rows, n_batch: int, n_outputs: int) -> Iterator[tuple[int, int]]:
+    """Runs (first, last) of n rows, each of at most n_batch rows and n_outputs requested ones."""
     first = 0
     while first < n:
         last = min(first + n_batch, n)
-        inside = wanted[(wanted >= first) & (wanted < last)]
+        inside = requested[(requested >= first) & (requested < last)]
         if len(inside) > n_outputs:
             last = int(inside[n_outputs])
         yield first, last

@@ -32,7 +32,7 @@ _SERVE = (
     "from edgeinfer.backends.llama_cpp.server import main; main()"
 )
 _FAULTS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGBUS})
-_EXIT_SECONDS = 10  # that a process may take to end behind its last word
+_EXIT_SECONDS = 10  # that a process may take to end after its last word
 _ERRORS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
 
 
@@ -90,7 +90,7 @@ class Process:
     ) -> dict[str, Any]:
         """The reply to a request, see Server. Raises the error in it, and Ended if the process has ended.
 
-        then: called behind the reply, whatever it is, in the thread that Ctrl-C does not strike.  meanwhile: called in
+        then: called after the reply, whatever it is, in the thread that Ctrl-C does not strike.  meanwhile: called in
         this thread every 50 ms. What is raised here meanwhile stops llama.cpp and awaits it.
         """
         request = {"do": what, "options": options, "log": _logger.isEnabledFor(logging.DEBUG)}

@@ -68,11 +68,11 @@ class Server:
         self._passes.warm_up()
         return {"sizes": asdict(model.sizes), **_bytes_of(self._context)}
 
-    def forward(self, n_past: int, kept: Ints, ids: Ints, links: Ints, wanted: Ints) -> Reply:
+    def forward(self, n_past: int, kept: Ints, ids: Ints, links: Ints, requested: Ints) -> Reply:
         """Keep what was committed since the last pass, and run another; its logits are then in the shared array."""
         assert self._context is not None and self._passes is not None
         self._passes.keep(kept, n_past)
-        self._passes.run(ids, links, wanted, self._shared.array((len(wanted), self._context.model.n_vocab)))
+        self._passes.run(ids, links, requested, self._shared.array((len(requested), self._context.model.n_vocab)))
         return {}
 
     def answer(self, request: dict[str, Any], arrays: Sequence[Ints]) -> Reply:
@@ -125,7 +125,7 @@ def _end_with_host(connection: int, host: int) -> None:
 
 
 def _no_core_dumps() -> None:
-    """A crash is told by the host, at once and without a file."""
+    """The host reports a crash, at once and without a file."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))

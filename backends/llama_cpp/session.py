@@ -1,4 +1,4 @@
-"""The Model, whose process may be lost, and its Session: checks of arguments, and what of the committed text the
+"""The Model, whose process may be lost, and its Session: checks of arguments, and what of the committed sequence the
 process does not know yet.
 """
 
@@ -49,15 +49,13 @@ def _none() -> TokenIds:
 
 
 @dataclass(frozen=True)
-class SessionText:
-    """What is committed, and what of the last pass may be.
+class SessionSequence:
+    """What is committed, and what of the last pass may be."""
 
-    n_past: committed tokens.  kept: rows of the last pass that were committed, which the process does not know yet.
-    links: parents of the rows of the last pass, nothing once they are committed or dropped.
-    """
-
-    n_past: int = 0
+    n_past: int = 0  # committed tokens
+    # rows of the last pass that were committed, which the process does not know yet
     kept: TokenIds = field(default_factory=_none)
+    # parents of the rows of the last pass, nothing once they are committed or dropped
     links: TokenIds = field(default_factory=_none)
 
 
@@ -65,14 +63,14 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
     """See edgeinfer.backends.base.Model. It is in a process of its own, which may crash without this one.
 
     llama.cpp holds one context, so there is one session at a time. After a crash each call raises BackendLost, until
-    `Session.reuse_prefix` begins a new text: that starts a process anew.
+    `Session.reuse_prefix` begins a new sequence: that starts a process anew.
     files: those of the model, which llama.cpp maps: each pass checks that they are what they were.
     """
 
     def __init__(self, loaded: Loaded, files: Sequence[FileWatch]) -> None:
         self.spec = loaded.sizes
-        self.n_ctx = loaded.wanted.settings.n_ctx
-        self.n_batch = loaded.wanted.settings.n_batch
+        self.n_ctx = loaded.request.settings.n_ctx
+        self.n_batch = loaded.request.settings.n_batch
         self._loaded = loaded
         self._files = files
         self._process = loaded.process
@@ -91,10 +89,12 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
             self.restart()
         self.check_open()
         if self._session is not None and (other := self._session()) is not None and not other.is_closed:
-            raise InvalidArgument("llama.cpp holds one text at a time: close the session that is open, or load again")
+            raise InvalidArgument(
+                "llama.cpp holds one sequence at a time: close the session that is open, or load again"
+            )
         if cache_type is not None:
             check_cache_type(cache_type)
-        planned = self._loaded.wanted.settings.cache_type
+        planned = self._loaded.request.settings.cache_type
         if cache_type not in (None, planned):
             raise InvalidArgument(f"the cache was planned with type {planned}: found {cache_type}; load again")
         session = LlamaCppSession(self, check_session_size(n_ctx, self.n_ctx))
@@ -135,26 +135,26 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
         return self._loaded.use
 
     def run(
-        self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]
+        self, sequence: SessionSequence, ids: TokenIds, links: TokenIds, rows: TokenIds, has_run: Callable[[], None]
     ) -> Logits:
-        """Logits (len(rows), n_vocab) of a pass behind a text; has_run: called once the process has run it.
+        """Logits (len(rows), n_vocab) of a pass after a sequence; has_run: called once the process has run it.
 
         Raises BackendLost if llama.cpp fails or crashes, ModelFileChanged if somebody has written to the model's file,
         which may be why.
         """
-        wanted, places = np.unique(rows, return_inverse=True)
+        requested, places = np.unique(rows, return_inverse=True)
         shared, n_vocab = self._process.shared, self.spec.n_vocab
         n_kept = MAX_OUTPUTS * n_vocab
-        shared.reserve(len(wanted) * n_vocab, n_kept)
+        shared.reserve(len(requested) * n_vocab, n_kept)
         try:
-            self._process.ask("forward", text.n_past, arrays=[text.kept, ids, links, wanted], then=has_run)
+            self._process.ask("forward", sequence.n_past, arrays=[sequence.kept, ids, links, requested], then=has_run)
         except Ended as end:
             try:
                 self._lose(f"llama.cpp crashed on a pass of {len(ids)} tokens: {end}", end)
             finally:
                 self._check_files()
         self._check_files()
-        logits: Logits = shared.array((len(wanted), n_vocab))[places]
+        logits: Logits = shared.array((len(requested), n_vocab))[places]
         shared.reserve(0, n_kept)
         return logits
 
@@ -165,16 +165,16 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
 
     def restart(self) -> None:
         """Load the model into another process. Raises BackendLost; ModelFileChanged where the file was written to."""
-        wanted = self._loaded.wanted
+        request = self._loaded.request
         self._check_files()
         try:
             for file in self._files:
                 file.check_name()  # by which the process opens it
             self._process = Process()  # where `interrupt` finds it
-            loaded = load(wanted, self._process)
+            loaded = load(request, self._process)
             if loaded.sizes != self.spec:
                 loaded.process.close()
-                raise UnsupportedModel(f"{wanted.name} has become another model; load it anew")
+                raise UnsupportedModel(f"{request.name} has become another model; load it anew")
         except (BackendUnavailable, BudgetExceeded, ModelFileError) as error:
             raise BackendLost(f"{self._lost}; it was started again, and failed: {error}") from error
         self._loaded, self._lost = loaded, None
@@ -188,7 +188,7 @@ class LlamaCppModel(OfOneProcess, HasProcesses):
         self._lost = why
         self._process.close()
         if end.is_fault:
-            self._loaded = replace(self._loaded, wanted=replace(self._loaded.wanted, extra_buffers=False))
+            self._loaded = replace(self._loaded, request=replace(self._loaded.request, extra_buffers=False))
         raise BackendLost(why) from end
 
 
@@ -200,7 +200,7 @@ class LlamaCppSession(OfOneProcess, Session):
         self.n_ctx = n_ctx
         self.n_batch = model.n_batch
         self.is_closed = False
-        self._text = SessionText()  # one object, put in one assignment: Ctrl-C finds the old or the new
+        self._sequence = SessionSequence()  # one object, put in one assignment: Ctrl-C finds the old or the new
 
     @property
     @override
@@ -227,8 +227,8 @@ class LlamaCppSession(OfOneProcess, Session):
         Raises InvalidArgument for hidden states: the C API gives them of some architectures only, and ends the process
         on others. Raises BackendLost if llama.cpp fails or crashes.
         """
-        text = self._open()
-        ids = check_tokens(tokens, self.spec.n_vocab, text.n_past, self.n_ctx)
+        sequence = self._open()
+        ids = check_tokens(tokens, self.spec.n_vocab, sequence.n_past, self.n_ctx)
         links = check_parents(parents, len(ids))
         rows = check_rows(logits, len(ids))
         if check_taps(hidden, self.spec.n_layers):
@@ -236,31 +236,31 @@ class LlamaCppSession(OfOneProcess, Session):
         is_chain = parents is None or np.array_equal(links, np.arange(-1, len(ids) - 1))
         if not is_chain and len(ids) > self.n_batch:
             raise ShapeError(f"a tree must fit into one batch of {self.n_batch} tokens: found {len(ids)}")
-        return Output(self._run(text, ids, links, rows))
+        return Output(self._run(sequence, ids, links, rows))
 
     @override
     def commit(self, path: ArrayLike) -> None:
-        text = self._open()
-        rows = check_path(path, text.links)
-        self._text = SessionText(text.n_past + len(rows), rows if len(text.links) else text.kept)
+        sequence = self._open()
+        rows = check_path(path, sequence.links)
+        self._sequence = SessionSequence(sequence.n_past + len(rows), rows if len(sequence.links) else sequence.kept)
 
     @override
     def truncate(self, n_past: int) -> int:
-        """See Session.truncate. Reaches every length: a model with a state reads the text again in its next pass."""
-        text = self._open()
-        if not 0 <= n_past <= text.n_past:
-            raise ShapeError(f"n_past must be in 0..{text.n_past}: found {n_past}")
-        self._text = SessionText(n_past, text.kept)
+        """See Session.truncate. Reaches every length; a model with a state reads the sequence anew in its next pass."""
+        sequence = self._open()
+        if not 0 <= n_past <= sequence.n_past:
+            raise ShapeError(f"n_past must be in 0..{sequence.n_past}: found {n_past}")
+        self._sequence = SessionSequence(n_past, sequence.kept)
         return n_past
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Reuses nothing, 0: llama.cpp's logits depend on how a text was cut into passes.
+        """See Session.reuse_prefix. Reuses nothing, 0: llama.cpp's logits depend on how a sequence was cut into passes.
 
         Starts llama.cpp again if it has crashed. Raises BackendLost if that fails.
         """
         if not self.is_closed and self.model.is_lost:
-            self._text = SessionText()  # first: no Ctrl-C may leave the old one with the new process
+            self._sequence = SessionSequence()  # first: no Ctrl-C may leave the old one with the new process
             self.model.restart()
         return self.truncate(0)
 
@@ -276,21 +276,21 @@ class LlamaCppSession(OfOneProcess, Session):
 
     @override
     def close(self) -> None:
-        """End this text; the model may then have another session. Further calls raise."""
+        """End this sequence; the model may then have another session. Further calls raise."""
         self.is_closed = True
 
-    def _open(self) -> SessionText:
+    def _open(self) -> SessionSequence:
         if self.is_closed:
             raise EdgeInferError("this session is closed")
         self.model.check_open()
-        return self._text
+        return self._sequence
 
-    def _run(self, text: SessionText, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
+    def _run(self, sequence: SessionSequence, ids: TokenIds, links: TokenIds, rows: TokenIds) -> Logits:
         """Logits (len(rows), n_vocab) of a pass."""
 
         def has_run() -> None:
-            self._text = SessionText(text.n_past)  # what was committed before is known there now
+            self._sequence = SessionSequence(sequence.n_past)  # what was committed before is known there now
 
-        out = self.model.run(text, ids, links, rows, has_run)
-        self._text = SessionText(text.n_past, links=links)
+        out = self.model.run(sequence, ids, links, rows, has_run)
+        self._sequence = SessionSequence(sequence.n_past, links=links)
         return out

@@ -15,11 +15,11 @@ from edgeinfer.common.types import Logits
 
 Writable: TypeAlias = bytearray | mmap.mmap
 
-_SHARE_AT = 8  # byte of the share in the first page; the flag is at 0, and a zero behind it
+_SHARE_AT = 8  # byte of the share in the first page; the flag is at 0, and a zero after it
 
 
 class SharedMemory:
-    """A page with a flag and a share, and behind it an array. It is in no folder, and ends with its last process.
+    """A page with a flag and a share, and after it an array. It is in no folder, and ends with its last process.
 
     flag: two bytes, a C string that is not empty once llama.cpp is to stop.
     """

@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 _STOP_SECONDS = 10.0  # that what runs may take to stop before it is killed
 _MEANWHILE_SECONDS = 0.05
-# A signal that comes just before a wait starts does not end it, and its handler runs behind it: no wait is without end.
+# A signal that comes just before a wait starts does not end it, and its handler runs after it: no wait is without end.
 _SIGNAL_SECONDS = 0.5
 
 
@@ -68,7 +68,7 @@ class Worker:
             raise
 
     def close(self) -> None:
-        """Stop what runs; the thread ends behind it."""
+        """Stop what runs; the thread ends after it."""
         self.stop()
         self._threads.shutdown(wait=False)  # this may be that thread
 

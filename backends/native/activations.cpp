@@ -50,14 +50,14 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
     }
     position = cutter.take<int32_t>(n);
-    text = cutter.take<int32_t>(n);
+    sequence = cutter.take<int32_t>(n);
 }
 
 void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
     const size_t n_tiles = padded(c.n_ctx) / 16;
     for (const Rope& rope : c.ropes) {
         const size_t ld = padded(static_cast<int>(rope.frequencies.size()));
-        turns.push_back({ld, cutter.take<float>(n_tiles * 2 * ld), cutter.take<float>(ld * 2 * 16)});
+        rope_tables.push_back({ld, cutter.take<float>(n_tiles * 2 * ld), cutter.take<float>(ld * 2 * 16)});
     }
 }
 
@@ -119,7 +119,7 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
     column = cutter.take<int32_t>(n_rows);
     place = cutter.take<int32_t>(n_rows);
     counts = cutter.take<int32_t>(n_experts);
-    wanted = cutter.take<int32_t>(n_experts);
+    needed = cutter.take<int32_t>(n_experts);
     for (int i = 0; i < n_threads; i++) {
         up.push_back(cutter.take<float>(std::min(n_rows, size_t{kTokensTogether}) * kMostTaskGroups * kRows));
         scores.push_back(cutter.take<float>(2 * ld_router));

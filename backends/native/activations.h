@@ -57,7 +57,7 @@ struct PredictedRows {
 };
 
 // What routers and experts compute, in models that have any. Rows of experts: of one expert after the other those of the
-// pass that want it, n_batch * n_used in all; the shared network has n_batch rows of its own.
+// pass that need it, n_batch * n_used in all; the shared network has n_batch rows of its own.
 struct ExpertRows {
     void take(const DecoderConfig& config, int n_threads, Cutter& cutter);
     // What lives from the routing of a layer to the end of it.
@@ -72,7 +72,7 @@ struct ExpertRows {
     float* weights;            // (n_batch, n_used)
     int32_t* column;           // of each row of experts, its row of the pass
     int32_t* place;            // (n_batch, n_used): rows of experts
-    int32_t *counts, *wanted;  // (n_experts,): rows of each; those with rows
+    int32_t *counts, *needed;  // (n_experts,): rows of each; those with rows
     float *gate, *out;         // rows of experts, (ld_ff) and (ld_embd)
     float *shared_gate, *shared_out;
     Inputs inputs, shared_inputs;    // of down
@@ -104,12 +104,12 @@ struct Activations {
     };
     std::vector<Angles> angles;  // one a rope
     // Of keys that are held without their bias, one a rope; none for a model without key biases. The same in all passes.
-    struct Turns {
+    struct RopeTables {
         size_t ld;
-        float *tiles, *within;  // see KeyTurns
+        float *tiles, *within;  // see RopeTables
     };
-    std::vector<Turns> turns;
-    int32_t *position, *text;  // (n_batch,): logical positions; which text of the pass
+    std::vector<RopeTables> rope_tables;
+    int32_t *position, *sequence;  // (n_batch,): logical positions; which sequence of the pass
     Inputs inputs;
     // For each thread: what it needs alone. With one token, every thread prepares the inputs for itself, which is
     // cheaper than waiting for one that does it.

@@ -46,7 +46,7 @@ void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inp
     const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         const int first = tasks.first(task), last = tasks.last(task);
-        pass.product(thread, m, inputs, n, first, last, tasks.behind(m, task), y, ldy);
+        pass.product(thread, m, inputs, n, first, last, tasks.next_data(m, task), y, ldy);
         add_bias(m, bias, n, first, last, y, ldy);
     };
     pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
@@ -112,7 +112,7 @@ void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) c
     turn(k);
 }
 
-// Positions into queries and keys, keys and values into the states of the texts.
+// Positions into queries and keys, keys and values into the states of the sequences.
 void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const int dim = config_.head_dim, of_group = config_.n_heads / config_.n_kv_heads;
@@ -125,7 +125,7 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
             norm_heads(pass, thread, q_norm_, q, of_group);
             norm_heads(pass, thread, k_norm_, k, 1);
         }
-        const bool has_bias = config_.key_bias && pass.text_of(c).rows.state->sizes().type != KvType::K6V4;
+        const bool has_bias = config_.key_bias && pass.sequence_of(c).rows.state->sizes().type != KvType::K6V4;
         for (int d = 0; has_bias && d < dim; d++) k[d] += k_bias_[kv_head * dim + d];
         if (config_.rope >= 0) rotate_heads(pass, c, q, k);
         const float scale = query_scales_.at(b.position[c]);
@@ -135,41 +135,42 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
 }
 
 // What stands out in a key or a value is spread over all of it before it gets few bits. The largest numbers of keys come
-// from the bias, which is therefore not stored: it is the same in all texts, and adds to scores what set_offset says.
+// from the bias, which is therefore not stored: it is the same in all sequences, and adds to scores what set_offset
+// says.
 void AttentionBlock::store(const Pass& pass, int c, int kv_head, float* k, float* v) const {
-    const Text& text = pass.text_of(c);
-    const KvHead head = text.rows.state->head(index_, kv_head);
+    const Sequence& sequence = pass.sequence_of(c);
+    const KvHead head = sequence.rows.state->head(index_, kv_head);
     if (head.type == KvType::K6V4) {
         hadamard_in(k, config_.head_dim);
         hadamard_in(v, config_.head_dim);
     }
-    pass.kernels.store_key_value(head, text.slot(c), k, v);
+    pass.kernels.store_key_value(head, sequence.slot(c), k, v);
 }
 
 // ---- attention -------------------------------------------------------------------------------------------------
 
-// Tasks of some tokens of one text and some query heads of one kv head, kTaskRows together at most. What a task loads
-// serves all of its rows; but with few tokens, more tasks with fewer heads keep all threads at work.
+// Tasks of some tokens of one sequence and some query heads of one kv head, kTaskRows together at most. What a task
+// loads serves all of its rows; but with few tokens, more tasks with fewer heads keep all threads at work.
 struct AttentionBlock::Split {
-    int tokens_each, n_blocks;  // blocks of tokens, which end where a text ends
+    int tokens_each, n_blocks;  // blocks of tokens, which end where a sequence ends
     int parts;                  // of the query heads of a kv head
     bool is_short;
 
-    int blocks_of(const Text& text) const { return (text.rows.n + tokens_each - 1) / tokens_each; }
+    int blocks_of(const Sequence& sequence) const { return (sequence.rows.n + tokens_each - 1) / tokens_each; }
 };
 
 AttentionBlock::Split AttentionBlock::split(const Pass& pass) const {
-    // Threads beside each other take different kv heads, and find them in their own caches for the next part; a text
-    // that is too long for that they read together.
+    // Threads beside each other take different kv heads, and find them in their own caches for the next part; a
+    // sequence that is too long for that they read together.
     constexpr int kShort = 512;
     const int of_group = config_.n_heads / config_.n_kv_heads;
     Split s{std::max(1, kTaskRows / of_group), 0, 0, true};
-    for (const Text& text : pass.texts) {
-        s.n_blocks += s.blocks_of(text);
-        s.is_short = s.is_short && text.slot(text.last()) <= kShort;
+    for (const Sequence& sequence : pass.sequences) {
+        s.n_blocks += s.blocks_of(sequence);
+        s.is_short = s.is_short && sequence.slot(sequence.last()) <= kShort;
     }
-    const int n_whole = config_.n_kv_heads * s.n_blocks, wanted = (2 * pass.pool.size() + n_whole - 1) / n_whole;
-    s.parts = std::min(of_group, std::max(wanted, (of_group + kTaskRows - 1) / kTaskRows));
+    const int n_whole = config_.n_kv_heads * s.n_blocks, needed = (2 * pass.pool.size() + n_whole - 1) / n_whole;
+    s.parts = std::min(of_group, std::max(needed, (of_group + kTaskRows - 1) / kTaskRows));
     return s;
 }
 
@@ -183,18 +184,18 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         const int first_head = kv_head * of_group + of_group * part / s.parts;
         const int last_head = kv_head * of_group + of_group * (part + 1) / s.parts;
         int block = task / tasks_each;
-        const Text* text = pass.texts.data();
-        for (; block >= s.blocks_of(*text); text++) block -= s.blocks_of(*text);
-        const int first_token = text->first + block * s.tokens_each;
-        const int last_token = std::min(text->last(), first_token + s.tokens_each);
+        const Sequence* sequence = pass.sequences.data();
+        for (; block >= s.blocks_of(*sequence); sequence++) block -= s.blocks_of(*sequence);
+        const int first_token = sequence->first + block * s.tokens_each;
+        const int last_token = std::min(sequence->last(), first_token + s.tokens_each);
         Attention a;
-        a.kv = text->rows.state->head(index_, kv_head);
+        a.kv = sequence->rows.state->head(index_, kv_head);
         a.soft_cap = config_.soft_cap;
-        a.turns = turns_of(pass);
+        a.rope = rope_tables_of(pass);
         a.n_rows = 0;
         for (int c = first_token; c < last_token; c++) {
             for (int head = first_head; head < last_head; head++) {
-                a.rows[a.n_rows] = row(pass, thread, *text, c, head, a.n_rows);
+                a.rows[a.n_rows] = row(pass, thread, *sequence, c, head, a.n_rows);
                 AttentionRow& added = a.rows[a.n_rows];
                 if (a.kv.type == KvType::Q8_0) quantize_query(pass, thread, a.n_rows, added);
                 if (a.kv.type == KvType::K6V4) quantize_turned_query(pass, thread, kv_head, a.n_rows, added);
@@ -207,7 +208,7 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
 }
 
 // Head `head` of token c, as row r of a task.
-AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Text& text, int c, int head, int r) const {
+AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Sequence& sequence, int c, int head, int r) const {
     const Activations& b = pass.b;
     const size_t own = static_cast<size_t>(thread), row = static_cast<size_t>(r);
     const size_t at = static_cast<size_t>(c) * b.ld_q + static_cast<size_t>(head * config_.head_dim);
@@ -218,11 +219,11 @@ AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Text& text,
     a.scores = b.scores[own] + row * b.ld_scores;
     a.sum = b.sums[own] + row * b.ld_value;
     a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
-    a.n_past = text.chain ? text.slot(c) + 1 : text.base;
-    if (text.chain) return a;
+    a.n_past = sequence.chain ? sequence.slot(c) + 1 : sequence.base;
+    if (sequence.chain) return a;
     int32_t* path = b.path[own] + row * static_cast<size_t>(pass.config.n_batch);
-    for (int i = text.rows.n_pending + c - text.first; i >= 0; i = text.rows.parents[i]) {
-        path[a.n_path++] = text.base + i;
+    for (int i = sequence.rows.n_pending + c - sequence.first; i >= 0; i = sequence.rows.parents[i]) {
+        path[a.n_path++] = sequence.base + i;
     }
     std::reverse(path, path + a.n_path);
     a.path = path;
@@ -269,16 +270,16 @@ void AttentionBlock::quantize_turned_query(const Pass& pass, int thread, int kv_
     a.offset = offset;
 }
 
-KeyTurns AttentionBlock::turns_of(const Pass& pass) const {
+RopeTables AttentionBlock::rope_tables_of(const Pass& pass) const {
     if (!config_.key_bias || config_.rope < 0) return {};
-    const Activations::Turns& turns = pass.b.turns[static_cast<size_t>(config_.rope)];
-    return {static_cast<int>(turns.ld), turns.tiles, turns.within};
+    const Activations::RopeTables& rope = pass.b.rope_tables[static_cast<size_t>(config_.rope)];
+    return {static_cast<int>(rope.ld), rope.tiles, rope.within};
 }
 
-// q times the bias turned to position p, as a function of p (see KeyTurns): of each pair, and of what is not turned.
+// q times the bias turned to position p, as a function of p (see RopeTables): of each pair, and of what is not turned.
 void AttentionBlock::set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const {
     const float* bias = k_bias_ + kv_head * config_.head_dim;
-    const size_t ld = static_cast<size_t>(turns_of(pass).ld);
+    const size_t ld = static_cast<size_t>(rope_tables_of(pass).ld);
     std::fill(offset, offset + 2 * ld + 1, 0.0f);
     size_t n_pairs = 0;
     if (config_.rope >= 0) {

@@ -19,7 +19,7 @@ from edgeinfer.backends.native.experts.times import expert_seconds
 from edgeinfer.backends.native.machine import best_isa, build_id, warn_of_better_isa
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
 from edgeinfer.backends.native.packing.packed import Packed, Write, map_packed, packed_path, read_header, write_packed
-from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
+from edgeinfer.backends.native.tuning import Tuning, tune, user_choice
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
     MATRIX_TYPES,
@@ -130,7 +130,7 @@ class NativeBackend:
     ) -> NativeModel:
         """Map the packed weights, or pack them now. Raises UnsupportedModel, ModelFileError, BackendUnavailable."""
         if self.tuned:
-            wanted_by_user()  # what is wrong there is said before anything takes time
+            user_choice()  # what is wrong there is said before anything takes time
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
         spec = self._spec(model, spec)
         isa = device.isa or best_isa()

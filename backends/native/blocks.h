@@ -26,12 +26,12 @@ private:
     void rotate_heads(const Pass& pass, int c, float* q, float* k) const;
     void attend(const Pass& pass, int thread) const;
     Split split(const Pass& pass) const;
-    AttentionRow row(const Pass& pass, int thread, const Text& text, int c, int head, int r) const;
+    AttentionRow row(const Pass& pass, int thread, const Sequence& sequence, int c, int head, int r) const;
     void store(const Pass& pass, int c, int kv_head, float* k, float* v) const;
     void quantize_query(const Pass& pass, int thread, int r, AttentionRow& a) const;
     void quantize_turned_query(const Pass& pass, int thread, int kv_head, int r, AttentionRow& a) const;
     void set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const;
-    KeyTurns turns_of(const Pass& pass) const;
+    RopeTables rope_tables_of(const Pass& pass) const;
 
     AttentionConfig config_;
     int index_;

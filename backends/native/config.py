@@ -1,4 +1,4 @@
-"""Specs as the C++ decoder wants them. What it does not know is refused by name."""
+"""Specs as the C++ decoder needs them. What it does not know is refused by name."""
 
 from __future__ import annotations
 

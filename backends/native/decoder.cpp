@@ -39,15 +39,15 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
-    fill_turns();
+    fill_rope_tables();
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
 
-// Angles of keys without their bias; see KeyTurns. Rows behind the last pair stay 0.
-void Decoder::fill_turns() {
-    for (size_t r = 0; r < activations_->turns.size(); r++) {
-        const Activations::Turns& turns = activations_->turns[r];
+// Angles of keys without their bias; see RopeTables. Rows after the last pair stay 0.
+void Decoder::fill_rope_tables() {
+    for (size_t r = 0; r < activations_->rope_tables.size(); r++) {
+        const Activations::RopeTables& tables = activations_->rope_tables[r];
         const std::vector<double>& frequencies = config_.ropes[r].frequencies;
         const auto fill = [&](size_t n_positions, int each, const auto& at) {
             for (size_t p = 0; p < n_positions; p++) {
@@ -60,8 +60,9 @@ void Decoder::fill_turns() {
             }
         };
         fill(padded(config_.n_ctx) / 16, 16,
-             [&](size_t p, size_t i, size_t which) -> float& { return turns.tiles[(2 * p + which) * turns.ld + i]; });
-        fill(16, 1, [&](size_t p, size_t i, size_t which) -> float& { return turns.within[(2 * i + which) * 16 + p]; });
+             [&](size_t p, size_t i, size_t which) -> float& { return tables.tiles[(2 * p + which) * tables.ld + i]; });
+        fill(16, 1,
+             [&](size_t p, size_t i, size_t which) -> float& { return tables.within[(2 * i + which) * 16 + p]; });
     }
 }
 
@@ -92,31 +93,31 @@ void Decoder::add_layer(int index, int& n_with_experts) {
 
 // ---- the forward pass ----------------------------------------------------------------------------------------------
 
-bool Decoder::forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits,
+bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* rows, int n_rows, float* logits,
                       uint64_t interrupts, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
-    for (const TextRows& text : texts) pass.add(text);
+    for (const SequenceRows& sequence : sequences) pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
-    pass.tier = tier_.get();
+    pass.expert_device = expert_device_.get();
     pass.squares = squares_.get();
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
-        return false;  // in this order: an interrupt is seen here, or sets stop_ behind it
-    for (const Text& text : pass.texts) text.rows.state->reserve(text.slot(text.last()));
+        return false;  // in this order: an interrupt is seen here, or sets stop_ after it
+    for (const Sequence& sequence : pass.sequences) sequence.rows.state->reserve(sequence.slot(sequence.last()));
     return run_by_all(pass);
 }
 
-bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
-                           float* logits, const std::function<bool()>& poll) {
+bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows,
+                           int n_rows, float* logits, const std::function<bool()>& poll) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
-    pass.add(text);
+    pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
     pass.logits = logits;
@@ -124,7 +125,7 @@ bool Decoder::forward_from(const TextRows& text, int first_layer, const float* x
     pass.start = x;
     begin(pass);
     stop_.store(false);
-    text.state->reserve(text.n);
+    sequence.state->reserve(sequence.n);
     return run_by_all(pass);
 }
 
@@ -135,13 +136,13 @@ bool Decoder::run_by_all(const Pass& pass) {
     const std::string failed = weights_->device() ? weights_->device()->take_failure() : "";
     if (!failed.empty()) throw DeviceFailed("the device of ternary products failed at " + failed);
     if (!is_whole && store_ && !store_->error().empty()) throw ExpertsUnreadable(store_->error());
-    if (!is_whole && tier_) tier_->rethrow();
+    if (!is_whole && expert_device_) expert_device_->rethrow();
     return is_whole;
 }
 
 void Decoder::begin(const Pass& pass) {
     weights_->wait_until_mapped();
-    last_rows_.begin(pass.texts, pass.n);
+    last_rows_.begin(pass.sequences, pass.n);
     if (!store_) return;
     store_->begin_pass();
     predictor_->begin_pass();
@@ -166,20 +167,20 @@ void Decoder::embed(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
     pass.for_items(thread, pass.n, [&](int c) {
-        const Text& text = pass.text_of(c);
-        const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - text.first);
+        const Sequence& sequence = pass.sequence_of(c);
+        const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - sequence.first);
         if (pass.start) {
             std::memcpy(b.x + at, pass.start + static_cast<size_t>(c) * n_embd, sizeof(float) * n_embd);
             return set_angles(pass, c);
         }
         try {
-            embedding_.read(text.rows.tokens[i], b.x + at);
+            embedding_.read(sequence.rows.tokens[i], b.x + at);
         } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
             pass.fail(error.what());
             return;
         }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
-        if (front_) std::memcpy(b.feature + at, text.rows.features + i * n_embd, sizeof(float) * n_embd);
+        if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);
     });
 }
@@ -187,7 +188,7 @@ void Decoder::embed(const Pass& pass, int thread) const {
 void Decoder::set_angles(const Pass& pass, int c) const {
     for (size_t r = 0; r < config_.ropes.size(); r++) {
         const Rope& rope = config_.ropes[r];
-        const std::vector<double>& frequencies = rope.of_context(pass.text_of(c).rows.n_ctx);
+        const std::vector<double>& frequencies = rope.of_context(pass.sequence_of(c).rows.n_ctx);
         const Activations::Angles& angles = pass.b.angles[r];
         const size_t at = static_cast<size_t>(c) * angles.n_pairs;
         for (size_t i = 0; i < angles.n_pairs; i++) {
@@ -199,18 +200,18 @@ void Decoder::set_angles(const Pass& pass, int c) const {
     }
 }
 
-// Copies x to the texts that want it behind this layer, and rms_norm(x) behind the last one.
+// Copies x to the sequences that requested the output of this layer, and rms_norm(x) after the last one.
 void Decoder::tap(const Pass& pass, int thread, int layer) const {
     const Activations& b = pass.b;
     const float* norm = layer == config_.n_layers() ? output_norm_ : nullptr;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
-    for (const Text& text : pass.texts) {
-        const TextRows& rows = text.rows;
+    for (const Sequence& sequence : pass.sequences) {
+        const SequenceRows& rows = sequence.rows;
         for (int t = 0; t < rows.n_taps; t++) {
             if (rows.tapped[t] != layer) continue;
             float* out = rows.taps + static_cast<size_t>(t) * rows.tap_stride;
             pass.for_items(thread, rows.n, [&](int i) {
-                const size_t at = static_cast<size_t>(text.first + i) * b.ld_embd;
+                const size_t at = static_cast<size_t>(sequence.first + i) * b.ld_embd;
                 if (norm) kernels_.rms_norm(b.x + at, norm, config_.n_embd, config_.norm_epsilon, b.h + at);
                 const float* row = norm ? b.h + at : b.x + at;
                 std::memcpy(out + static_cast<size_t>(i) * n_embd, row, sizeof(float) * n_embd);
@@ -226,7 +227,7 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
     const bool changed = config_.logit_scale != 1.0f || config_.logit_soft_cap != 0.0f;
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task), n_logits = output.n_out;
-        kernels_.matmul(output, inputs, pass.n_rows, first, last, tasks.behind(output, task), pass.logits,
+        kernels_.matmul(output, inputs, pass.n_rows, first, last, tasks.next_data(output, task), pass.logits,
                         static_cast<size_t>(n_logits));
         for (int i = 0; changed && i < pass.n_rows; i++) {
             float* row = pass.logits + static_cast<size_t>(i) * static_cast<size_t>(n_logits) + first * kRows;
@@ -247,9 +248,9 @@ std::optional<InputSquares::ByName> Decoder::input_squares() {
     return squares_->all();
 }
 
-void Decoder::set_tier(std::shared_ptr<ExpertTier> tier) {
+void Decoder::set_expert_device(std::shared_ptr<ExpertDevice> device) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    tier_ = std::move(tier);
+    expert_device_ = std::move(device);
 }
 
 Decoder::Routing Decoder::routing() {
@@ -276,9 +277,9 @@ double Decoder::expert_union() {
         const size_t n_used = static_cast<size_t>(block.n_used()),
                      n_chosen = n_used * static_cast<size_t>(last_rows_.n_rows());
         const int32_t* chosen = block.chosen(*activations_, 0);
-        std::vector<bool> is_wanted(static_cast<size_t>(experts.n_experts));
-        for (size_t i = 0; i < n_chosen; i++) is_wanted[static_cast<size_t>(chosen[i])] = true;
-        all += experts.record_bytes * static_cast<size_t>(std::count(is_wanted.begin(), is_wanted.end(), true));
+        std::vector<bool> is_needed(static_cast<size_t>(experts.n_experts));
+        for (size_t i = 0; i < n_chosen; i++) is_needed[static_cast<size_t>(chosen[i])] = true;
+        all += experts.record_bytes * static_cast<size_t>(std::count(is_needed.begin(), is_needed.end(), true));
     });
     return of_row ? static_cast<double>(all) / static_cast<double>(of_row) : 0.0;
 }
@@ -291,7 +292,7 @@ size_t Decoder::expert_bytes_of_row() const {
     return n_bytes;
 }
 
-void Decoder::commit_experts(const TextState& state, std::span<const int32_t> path) {
+void Decoder::commit_experts(const SequenceState& state, std::span<const int32_t> path) {
     const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
     if (!lock || !store_ || !last_rows_.commit(state, path)) return;
     for_experts([&](int layer, const ExpertsBlock& block) {
@@ -319,7 +320,7 @@ size_t Decoder::part_bytes(int n_parts, int part) const {
     return n_bytes;
 }
 
-double Decoder::seconds_of_part(TextState& state, int n, int n_parts, int part) {
+double Decoder::seconds_of_part(SequenceState& state, int n, int n_parts, int part) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const size_t n_tokens = static_cast<size_t>(n);
     std::vector<int32_t> tokens(n_tokens, 0), parents(n_tokens), rows(n_tokens);

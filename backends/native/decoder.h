@@ -1,5 +1,5 @@
-// A decoder-only transformer: weights, threads and activations, which run the rows of several texts in one pass. What a
-// text leaves behind is not here but in its TextState.
+// A decoder-only transformer: weights, threads and activations, which run the rows of several sequences in one pass.
+// The state of a sequence is in its SequenceState.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 #include "experts/experts_block.h"
 #include "head.h"
 #include "kernels/kernels.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "pass.h"
 #include "pass_rows.h"
 #include "pool.h"
@@ -48,29 +48,29 @@ public:
     Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels, std::shared_ptr<Pool> pool,
             std::shared_ptr<Weights> weights, std::shared_ptr<ExpertStore> store = nullptr);
 
-    // Runs the rows of several texts, each text once, n_batch tokens at most. rows: (n_rows,) those that logits
-    // (n_rows, n_logits) are wanted of, counted over the tokens of all texts. poll is called by the calling thread now
-    // and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed texts are as
-    // before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if there are
-    // more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable,
-    // RowUnreadable, DeviceFailed.
-    bool forward(std::span<const TextRows> texts, const int32_t* rows, int n_rows, float* logits, uint64_t interrupts,
-                 const std::function<bool()>& poll);
+    // Runs the rows of several sequences, each sequence once, n_batch tokens at most. rows: (n_rows,) those that logits
+    // (n_rows, n_logits) are requested, counted over the tokens of all sequences. poll is called by the calling thread
+    // now and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed sequences are
+    // as before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if
+    // there are more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable, RowUnreadable,
+    // DeviceFailed.
+    bool forward(std::span<const SequenceRows> sequences, const int32_t* rows, int n_rows, float* logits,
+                 uint64_t interrupts, const std::function<bool()>& poll);
 
-    // The logits (n_rows, n_logits) of some rows of a text's first tokens, at most n_batch, whose residual stream before a
-    // layer is known: (n, n_embd) x. What is pending of the text is lost; the layers before it have nothing of the text.
-    // Gives false if it was stopped, and throws, as forward; no device computes experts.
-    bool forward_from(const TextRows& text, int first_layer, const float* x, const int32_t* rows, int n_rows,
+    // The logits (n_rows, n_logits) of some rows of a sequence's first tokens, at most n_batch, whose residual stream
+    // before a layer is known: (n, n_embd) x. What is pending of the sequence is lost; the layers before it have
+    // nothing of the sequence. Gives false if it was stopped, and throws, as forward; no device computes experts.
+    bool forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows, int n_rows,
                       float* logits, const std::function<bool()>& poll);
 
     // Seconds that a part of a pass of n <= n_batch tokens takes: every n_parts-th layer, from number `part` on, and as
     // much of the output matrix; for a decoder without a front. What is committed stays, what is pending is lost.
-    double seconds_of_part(TextState& state, int n, int n_parts, int part);
+    double seconds_of_part(SequenceState& state, int n, int n_parts, int part);
     // Bytes of the weights that it reads, of experts those of one token.
     size_t part_bytes(int n_parts, int part) const;
 
     // The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order in which they are added
-    // up; -1 in layers without experts, and behind those of layers that use fewer. Not while a pass runs.
+    // up; -1 in layers without experts, and after those of layers that use fewer. Not while a pass runs.
     struct Routing {
         int n_rows, n_used;
         std::vector<int32_t> experts;
@@ -85,15 +85,15 @@ public:
     std::optional<InputSquares::ByName> input_squares();
 
     // A device that computes some experts, from the next pass on; null for none.
-    void set_tier(std::shared_ptr<ExpertTier> tier);
+    void set_expert_device(std::shared_ptr<ExpertDevice> device);
     // Bytes of the experts that the rows of the last pass chose, each once, over bytes of those of one row: 1 for a pass
     // of one row, 0 without experts.
     double expert_union();
     size_t expert_bytes_of_row() const;
-    // A text commits this path of its pending rows, and drops the others: experts that only dropped rows of the last pass
-    // wanted have the recency that they had before it. Rows of texts that did not commit yet count as kept. Does nothing
-    // while a pass runs.
-    void commit_experts(const TextState& state, std::span<const int32_t> path);
+    // A sequence commits this path of its pending rows, and drops the others: experts that only dropped rows of the
+    // last pass needed have the recency that they had before it. Rows of sequences that did not commit yet count as
+    // kept. Does nothing while a pass runs.
+    void commit_experts(const SequenceState& state, std::span<const int32_t> path);
 
     void interrupt() {
         interrupts_.fetch_add(1);
@@ -135,7 +135,7 @@ private:
     // Throws std::invalid_argument for a matrix with longer inputs than there is room for.
     void check_inputs() const;
     void add_layer(int index, int& n_with_experts);
-    void fill_turns();
+    void fill_rope_tables();
     void begin(const Pass& pass);
     bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
@@ -151,7 +151,7 @@ private:
     std::shared_ptr<Weights> weights_;
     std::shared_ptr<ExpertStore> store_;
     std::unique_ptr<ExpertPredictor> predictor_;
-    std::shared_ptr<ExpertTier> tier_;
+    std::shared_ptr<ExpertDevice> expert_device_;
     std::unique_ptr<InputSquares> squares_;
     Memory memory_;
     std::unique_ptr<Activations> activations_;

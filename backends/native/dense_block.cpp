@@ -28,7 +28,7 @@ void DenseBlock::gated(const Pass& pass, int thread, const Inputs& inputs) const
             float* gate = b.gate + static_cast<size_t>(c) * b.ld_ff;
             const uint8_t* up = up_.data + static_cast<size_t>(first) * up_.group_bytes;
             pass.product(thread, gate_, some, n, first, last, up, gate, b.ld_ff);
-            pass.product(thread, up_, some, n, first, last, tasks.behind(gate_, task), b.up, b.ld_ff);
+            pass.product(thread, up_, some, n, first, last, tasks.next_data(gate_, task), b.up, b.ld_ff);
             for (int i = 0; i < n; i++) {
                 const size_t at = static_cast<size_t>(i) * b.ld_ff + static_cast<size_t>(first * kRows);
                 activate(gate + at, b.up + at, (last - first) * kRows);

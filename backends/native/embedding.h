@@ -41,7 +41,7 @@ private:
     const uint8_t* data_;
 };
 
-// In a file, as GGUF stores them, from an offset on. Each row is read when it is wanted, without a mapping: where the file
+// In a file, as GGUF stores them, from an offset on. Each row is read when it is needed, without a mapping: where the file
 // was cut off since, that is an error of the pass, and not the end of the process.
 class RowsOfFile : public Embedding {
 public:

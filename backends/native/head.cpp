@@ -120,7 +120,7 @@ void FeatureProjection::run_some(const float* rows, int n, float* features) {
         });
         const Tasks tasks(matrix_, n, pool_->size(), kernels_.at_once(n));
         pool_->for_tasks(thread, tasks.count(), [&](int task) {
-            kernels_.matmul(matrix_, b.inputs, n, tasks.first(task), tasks.last(task), tasks.behind(matrix_, task),
+            kernels_.matmul(matrix_, b.inputs, n, tasks.first(task), tasks.last(task), tasks.next_data(matrix_, task),
                             features, static_cast<size_t>(n_embd_));
         });
     });

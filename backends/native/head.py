@@ -12,8 +12,8 @@ from edgeinfer.backends.checks import check_features, check_session_size, check_
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, add_inputs, decoder_config, front_config
 from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
-from edgeinfer.backends.native.passes import TextRows
-from edgeinfer.backends.native.session import NativeText
+from edgeinfer.backends.native.passes import SequenceRows
+from edgeinfer.backends.native.session import NativeSequence
 from edgeinfer.backends.native.weights import (
     Part,
     embedding_of,
@@ -36,7 +36,7 @@ _BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not E
 
 
 def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
-    """Bytes that a head and one text of it take beside its target, whose embeddings it reads if it has none. Exact.
+    """Bytes that a head and one sequence of it take beside its target, whose embeddings it reads if it has none. Exact.
 
     Raises UnsupportedModel.
     """
@@ -58,7 +58,7 @@ def load_head(
 ) -> NativeHeadModel:
     """A head of a target. The files of both may be closed afterwards.
 
-    It takes what it lacks from the target: embeddings, the output matrix, and threads where it wants as many.
+    It takes what it lacks from the target: embeddings, the output matrix, and threads where it needs as many.
     spec: see read_head_beside. Raises UnsupportedModel.
     """
     _check(head, spec)
@@ -141,7 +141,7 @@ class NativeHeadModel(NativeDecoder, HeadModel):
         self._projection = None
 
 
-class NativeHeadSession(NativeText, HeadSession):
+class NativeHeadSession(NativeSequence, HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
@@ -169,8 +169,8 @@ class NativeHeadSession(NativeText, HeadSession):
             return out
         return self.model.forward([Rows(self, tokens, parents, logits, n_pending=n_pending, features=features)])[0]
 
-    def checked(self, rows: Rows) -> TextRows:
-        """Rows of this text, checked. Raises ShapeError, ContextOverflow."""
+    def checked(self, rows: Rows) -> SequenceRows:
+        """Rows of this sequence, checked. Raises ShapeError, ContextOverflow."""
         if rows.hidden is not False:
             raise InvalidArgument(
                 "a draft head has no layers to choose from: leave `hidden` out, its feature always comes"

@@ -35,21 +35,21 @@ def missing_isas() -> list[str]:
 
 def best_isa() -> str:
     """The instruction set to use: the best one, or the one named by EDGEINFER_ISA. Raises BackendUnavailable."""
-    wanted = os.environ.get("EDGEINFER_ISA")
+    requested = os.environ.get("EDGEINFER_ISA")
     available = available_isas()
-    if not wanted:
+    if not requested:
         return available[0]
-    if wanted in available:
-        return wanted
+    if requested in available:
+        return requested
     offered = f"unset it, or name one of these: {', '.join(available)}"
-    if wanted in missing_isas():
+    if requested in missing_isas():
         raise BackendUnavailable(
-            f"EDGEINFER_ISA={wanted}, which this CPU has, but which was not compiled into this build; "
+            f"EDGEINFER_ISA={requested}, which this CPU has, but which was not compiled into this build; "
             f"{HOW_TO_COMPILE}; or {offered}"
         )
-    if any(wanted == name for name, _, _ in _core.known_isas()):
-        raise BackendUnavailable(f"EDGEINFER_ISA={wanted}, which this CPU does not have; {offered}")
-    raise BackendUnavailable(f"EDGEINFER_ISA={wanted} is no instruction set that edgeinfer knows here; {offered}")
+    if any(requested == name for name, _, _ in _core.known_isas()):
+        raise BackendUnavailable(f"EDGEINFER_ISA={requested}, which this CPU does not have; {offered}")
+    raise BackendUnavailable(f"EDGEINFER_ISA={requested} is no instruction set that edgeinfer knows here; {offered}")
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Loaded models: weights, threads and activations, which sessions of several texts share."""
+"""Loaded models: weights, threads and activations, which sessions of several sequences share."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Model, Rows, Watcher
+from edgeinfer.backends.base import ExpertDevice, Model, PassHook, Rows
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.experts.cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
-from edgeinfer.backends.native.passes import JointPass, TextRows
-from edgeinfer.backends.native.session import NativeSession, NativeText
+from edgeinfer.backends.native.passes import JointPass, SequenceRows
+from edgeinfer.backends.native.session import NativeSequence, NativeSession
 from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
 from edgeinfer.common.errors import EdgeInferError
@@ -30,20 +30,16 @@ from edgeinfer.models.gguf_reader.mapping import MappedFile
 
 @dataclass(frozen=True)
 class DecoderParts:
-    """The parts of a decoder in memory.
-
-    embedding: where it finds its own embeddings, None where it takes a target's.  is_mapped: whether weights and
-    experts are pages of a packed file.  files: what passes read from.
-    """
+    """The parts of a decoder in memory."""
 
     decoder: _core.Decoder
     config: _core.DecoderConfig
     weights: _core.Weights
     threads: _core.Threads
-    embedding: EmbeddingRows | None
+    embedding: EmbeddingRows | None  # where it finds its own embeddings, None where it takes a target's
     experts: _core.ExpertStore | None = None
-    is_mapped: bool = False
-    files: Sequence[FileWatch | MappedFile] = ()
+    is_mapped: bool = False  # whether weights and experts are pages of a packed file
+    files: Sequence[FileWatch | MappedFile] = ()  # what passes read from
 
 
 def assemble(
@@ -67,7 +63,7 @@ def assemble(
 
 
 def shared_threads(other: _core.Threads | None, n: int) -> _core.Threads:
-    """The thread pool of another model that never runs at the same time, if it has the wanted number of threads.
+    """The thread pool of another model that never runs at the same time, if it has the requested number of threads.
 
     With pools of their own, the waiting threads of one would occupy the cores that the other's threads need.
     """
@@ -82,7 +78,7 @@ def with_device(use: MemoryUse, beside: MemoryUse) -> MemoryUse:
 class NativeDecoder(OfOneProcess):
     """A decoder in memory: the common part of models and draft heads.
 
-    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  watcher: what runs each
+    decoder_spec: of the layers.  has_expert_cache: whether some experts are read from disk.  pass_hook: what runs each
     pass, None for nothing beside it.  beside: memory of a device that does some of the products, None without one.
     """
 
@@ -101,7 +97,7 @@ class NativeDecoder(OfOneProcess):
         self._experts = parts.experts
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
-        self.watcher: Watcher | None = None
+        self.pass_hook: PassHook | None = None
         self.beside: MemoryUse | None = None
 
     @property
@@ -157,23 +153,23 @@ class NativeDecoder(OfOneProcess):
         for file in self._files:
             file.check()
 
-    def state(self, n_ctx: int, cache_type: CacheType) -> _core.TextState:
-        """The state of a new text of this model."""
+    def state(self, n_ctx: int, cache_type: CacheType) -> _core.SequenceState:
+        """The state of a new sequence of this model."""
         self.check_open()
-        return _core.TextState(self._config, _core.KvType[cache_type], n_ctx)
+        return _core.SequenceState(self._config, _core.KvType[cache_type], n_ctx)
 
-    def _run(self, texts: Sequence[NativeText], batch: Sequence[TextRows]) -> list[Output]:
-        """Run rows of several texts that were checked. Raises Interrupted, ModelFileChanged."""
+    def _run(self, sequences: Sequence[NativeSequence], batch: Sequence[SequenceRows]) -> list[Output]:
+        """Run rows of several sequences that were checked. Raises Interrupted, ModelFileChanged."""
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
-        for text in texts:
-            text.drop_pending()
-        if self.watcher is None:
+        for sequence in sequences:
+            sequence.drop_pending()
+        if self.pass_hook is None:
             joint.run(self.n_batch)
         else:
-            self.watcher([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
+            self.pass_hook([token for rows in batch for token in rows.tokens.tolist()], lambda: joint.run(self.n_batch))
         self.check_files()
-        for text, rows in zip(texts, batch, strict=True):
-            text.set_pending(rows)
+        for sequence, rows in zip(sequences, batch, strict=True):
+            sequence.set_pending(rows)
         return joint.outputs()
 
 
@@ -181,10 +177,9 @@ class NativeModel(NativeDecoder, Model):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
     The model file may be closed: what is still read from it, embedding rows and experts, has it open for itself.
-    tuning: how the weights are read, None where that was not chosen; see tuning.tune.
     """
 
-    tuning: Tuning | None = None
+    tuning: Tuning | None = None  # how the weights are read, None where that was not chosen; see tuning.tune
 
     @property
     @override
@@ -200,7 +195,7 @@ class NativeModel(NativeDecoder, Model):
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
-        """See Model.forward. Rows of all texts go through the layers together, n_batch per pass.
+        """See Model.forward. Rows of all sequences go through the layers together, n_batch per pass.
 
         Chains are cut where a pass is full, trees are not.
         """
@@ -211,7 +206,7 @@ class NativeModel(NativeDecoder, Model):
     def routing(self) -> NDArray[np.int32]:
         """The experts that the rows of the last pass chose, (n_layers, n_rows, n_used), in the order of their sum.
 
-        -1 in layers without experts, and behind the experts of layers that use fewer than others.
+        -1 in layers without experts, and after the experts of layers that use fewer than others.
         """
         return self.decoder().routing()
 
@@ -240,11 +235,11 @@ class NativeModel(NativeDecoder, Model):
 
     @property
     def expert_bytes_of_token(self) -> int:
-        """Bytes of the experts that one row wants in all layers."""
+        """Bytes of the experts that one row needs in all layers."""
         return self.decoder().expert_bytes_of_row
 
     def expert_union(self) -> float:
-        """Bytes of the experts that the last pass wanted, each once, over those of one row; 0 without experts."""
+        """Bytes of the experts that the last pass needed, each once, over those of one row; 0 without experts."""
         return self.decoder().expert_union()
 
     @property
@@ -260,19 +255,19 @@ class NativeModel(NativeDecoder, Model):
         cache = self.expert_cache
         return None if cache is None else cache.stats()
 
-    def set_expert_tier(self, tier: ExpertTier | None) -> None:
-        """See TieredModel.set_expert_tier. Logits are near those of the CPU alone then, not equal to them."""
-        self.decoder().set_tier(tier)
+    def set_expert_device(self, device: ExpertDevice | None) -> None:
+        """See ExpertDeviceModel.set_expert_device. Logits are near those of the CPU alone then, not equal to them."""
+        self.decoder().set_expert_device(device)
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
-        """What is tuned of this model, with a text of its own for passes of up to n_tokens."""
+        """What is tuned of this model, with a sequence of its own for passes of up to n_tokens."""
         return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
 
 
 class TunedDecoder(Tunable):
-    """See tuning.Tunable. state: of the text whose passes are timed."""
+    """See tuning.Tunable. state: of the sequence whose passes are timed."""
 
-    def __init__(self, decoder: _core.Decoder, state: _core.TextState) -> None:
+    def __init__(self, decoder: _core.Decoder, state: _core.SequenceState) -> None:
         self._decoder = decoder
         self._state = state
         self.streams_at_once = decoder.streams_at_once

@@ -4,16 +4,16 @@
 
 #include "product_device.h"
 
-void Pass::add(const TextRows& rows) {
-    Text text{rows, n, rows.state->n_past(), true};
-    for (int i = 0; i < rows.n_pending + rows.n; i++) text.chain = text.chain && rows.parents[i] == i - 1;
+void Pass::add(const SequenceRows& rows) {
+    Sequence sequence{rows, n, rows.state->n_past(), true};
+    for (int i = 0; i < rows.n_pending + rows.n; i++) sequence.chain = sequence.chain && rows.parents[i] == i - 1;
     for (int i = 0; i < rows.n; i++) {
-        int depth = text.chain ? rows.n_pending + i : 0;
-        for (int row = rows.n_pending + i; !text.chain && rows.parents[row] >= 0; row = rows.parents[row]) depth++;
-        b.position[n + i] = text.base + depth;
-        b.text[n + i] = static_cast<int32_t>(texts.size());
+        int depth = sequence.chain ? rows.n_pending + i : 0;
+        for (int row = rows.n_pending + i; !sequence.chain && rows.parents[row] >= 0; row = rows.parents[row]) depth++;
+        b.position[n + i] = sequence.base + depth;
+        b.sequence[n + i] = static_cast<int32_t>(sequences.size());
     }
-    texts.push_back(text);
+    sequences.push_back(sequence);
     n += rows.n;
 }
 
@@ -99,7 +99,7 @@ void Pass::product_on_device(int thread, const Matrix& w, const Inputs& inputs, 
 void Pass::multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const {
     const Tasks tasks(w, n, pool.size(), kernels.at_once(n));
     for_tasks(thread, tasks.count(), [&](int task) {
-        kernels.matmul(w, inputs, n, tasks.first(task), tasks.last(task), tasks.behind(w, task), y, ldy);
+        kernels.matmul(w, inputs, n, tasks.first(task), tasks.last(task), tasks.next_data(w, task), y, ldy);
     });
 }
 
@@ -126,7 +126,7 @@ void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_nor
     const Tasks tasks(w, n, pool.size(), kernels.at_once(n));
     for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        product(thread, w, inputs, n, first, last, tasks.behind(w, task), b.h, b.ld_embd);
+        product(thread, w, inputs, n, first, last, tasks.next_data(w, task), b.h, b.ld_embd);
         add_bias(w, bias, n, first, last, b.h, b.ld_embd);
         for (int c = 0; !post_norm && c < n; c++) {
             const size_t at = static_cast<size_t>(c) * b.ld_embd + static_cast<size_t>(first * kRows);

@@ -1,7 +1,7 @@
-// One forward pass: the rows of one or several texts, and how the threads work on them together.
+// One forward pass: the rows of one or several sequences, and how the threads work on them together.
 //
-// A row's results depend on its own text only: products compute each column independently, and attention is cut at the
-// borders of texts.
+// A row's results depend on its own sequence only: products compute each column independently, and attention is cut at
+// the borders of sequences.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,19 @@
 #include <vector>
 
 #include "activations.h"
-#include "experts/tier.h"
+#include "experts/device.h"
 #include "input_squares.h"
 #include "kernels/kernels.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "pool.h"
 
-// The rows of one text: n tokens behind n_pending ones of the forwards before, that are not committed. parents:
-// (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are
-// n_batch at most. n_ctx: positions that the text may have. features: (n, n_embd) for a decoder with a front. taps:
-// (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers `tapped`;
-// layer n_layers stands for what the output matrix reads.
-struct TextRows {
-    TextState* state;
+// The rows of one sequence: n tokens after n_pending ones of the forwards before, that are not committed. parents:
+// (n_pending + n,), the row that each of both follows, or -1 for the committed sequence; unless all are a chain, they
+// are n_batch at most. n_ctx: positions that the sequence may have. features: (n, n_embd) for a decoder with a front.
+// taps: (n_taps, n, n_embd) with a distance of tap_stride floats between taps, the residual stream after the layers
+// `tapped`; layer n_layers stands for what the output matrix reads.
+struct SequenceRows {
+    SequenceState* state;
     int n_ctx;
     const int32_t *tokens, *parents;
     int n, n_pending;
@@ -36,9 +36,9 @@ struct TextRows {
     size_t tap_stride;
 };
 
-// Where a text's rows are in a pass. base: its committed slots.
-struct Text {
-    TextRows rows;
+// Where a sequence's rows are in a pass. base: its committed slots.
+struct Sequence {
+    SequenceRows rows;
     int first, base;
     bool chain;
 
@@ -53,11 +53,11 @@ public:
          std::atomic<bool>& stop, const std::function<bool()>& poll)
         : config(config), kernels(kernels), pool(pool), b(activations), stop_(stop), poll_(poll) {}
 
-    // Its tokens come behind those that were added before.
-    void add(const TextRows& rows);
+    // Its tokens come after those that were added before.
+    void add(const SequenceRows& rows);
 
     bool alone() const { return n == 1; }
-    const Text& text_of(int c) const { return texts[static_cast<size_t>(b.text[c])]; }
+    const Sequence& sequence_of(int c) const { return sequences[static_cast<size_t>(b.sequence[c])]; }
 
     bool is_stopped() const { return stop_.load(std::memory_order_relaxed); }
     void stop() const { stop_.store(true, std::memory_order_relaxed); }
@@ -122,15 +122,15 @@ public:
     const Kernels& kernels;
     Pool& pool;
     const Activations& b;
-    std::vector<Text> texts;
+    std::vector<Sequence> sequences;
     int n = 0;
-    const int32_t* rows = nullptr;  // that logits are wanted of, counted over all texts
+    const int32_t* rows = nullptr;  // whose logits are requested, counted over all sequences
     int n_rows = 0;
     float* logits = nullptr;
     InputSquares* squares = nullptr;  // null where they are not recorded
     int first_layer = 0;              // that runs: those before it left what is in `start`
     const float* start = nullptr;     // (n, n_embd): the residual stream before that layer, null for the embeddings
-    ExpertTier* tier = nullptr;       // null where the CPU computes all experts
+    ExpertDevice* expert_device = nullptr;  // null where the CPU computes all experts
 
 private:
     void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,
@@ -146,7 +146,7 @@ private:
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
 
-// Makes input c in the kinds that the readers want.
+// Makes input c in the kinds that the readers need.
 void prepare_inputs(const Kernels& kernels, const Inputs& inputs, int c, std::initializer_list<const Matrix*> readers);
 
 // y[c][row] += bias[row] for the rows of groups first..last-1; bias: null for none.

@@ -58,7 +58,7 @@ Memory::Memory(size_t n_bytes, bool on_huge_pages) {
         if (taken - size - before) munmap(first + before + size, taken - size - before);
         first += before;
 #if defined(MADV_HUGEPAGE)
-        madvise(first, size / kHugePage * kHugePage, MADV_HUGEPAGE);  // what is behind the last one is small pages
+        madvise(first, size / kHugePage * kHugePage, MADV_HUGEPAGE);  // what is after the last one is small pages
 #endif
     }
     data_ = first;

@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "kernels/matrix.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 
 // A rotary embedding; pair i turns by frequencies[i] radians a position.
 struct Rope {
     bool halves;  // pairs (i, i + n/2), else (2i, 2i + 1)
     std::vector<double> frequencies;
     double magnitude;
-    std::vector<double> long_frequencies;  // of texts that may have more than n_ctx positions; none: the same
+    std::vector<double> long_frequencies;  // of sequences that may have more than n_ctx positions; none: the same
     int n_ctx = 0;
 
     const std::vector<double>& of_context(int n) const {
@@ -79,7 +79,7 @@ struct LayerConfig {
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
 
-// The longest inputs of matrix products by what the matrices want them as, see InputKind; 0 where none does.
+// The longest inputs of matrix products, by the form in which they are read (InputKind); 0 where none is.
 struct InputSizes {
     int by32 = 0, by256 = 0, by_token = 0;
 
@@ -105,7 +105,8 @@ struct InputSizes {
     bool operator==(const InputSizes&) const = default;
 };
 
-// Scales of 1 and caps of 0 change nothing. inputs: of all matrices. n_ctx: the longest text; n_batch: tokens of a pass at most.
+// Scales of 1 and caps of 0 change nothing. inputs: of all matrices. n_ctx: the longest sequence; n_batch: tokens of a
+// pass at most.
 struct DecoderConfig {
     int n_vocab, n_logits, n_embd, n_ctx, n_batch;
     float norm_epsilon;
@@ -141,8 +142,8 @@ struct DecoderConfig {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
     }
 
-    // Whether a text of these sizes is one of this model.
-    bool fits(const TextSizes& sizes) const {
+    // Whether a sequence of these sizes is one of this model.
+    bool fits(const SequenceSizes& sizes) const {
         if (sizes.layers.size() != layers.size() || sizes.n_ctx > n_ctx || sizes.n_batch > n_batch) return false;
         for (size_t i = 0; i < layers.size(); i++) {
             if (sizes.layers[i] != layers[i].state_sizes()) return false;
@@ -150,9 +151,9 @@ struct DecoderConfig {
         return true;
     }
 
-    // What a text of up to n_ctx_of_text positions leaves behind.
-    TextSizes text_sizes(KvType type, int n_ctx_of_text) const {
-        TextSizes sizes{type, n_ctx_of_text, std::min(n_batch, n_ctx_of_text), {}};
+    // The state of a sequence of up to n_ctx_of_sequence positions.
+    SequenceSizes sequence_sizes(KvType type, int n_ctx_of_sequence) const {
+        SequenceSizes sizes{type, n_ctx_of_sequence, std::min(n_batch, n_ctx_of_sequence), {}};
         for (const LayerConfig& layer : layers) sizes.layers.push_back(layer.state_sizes());
         return sizes;
     }

@@ -22,7 +22,7 @@ from edgeinfer.backends.native.config import add_inputs, decoder_config
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.model import NativeModel, assemble
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, wanted_by_user
+from edgeinfer.backends.native.tuning import LEAST_BYTES, Prefetch, user_choice
 from edgeinfer.backends.native.weights import (
     Packing,
     Part,
@@ -52,18 +52,16 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Seconds of parts of a pass, of the whole model.
+    """Seconds of parts of a pass, of the whole model."""
 
-    layers, output: by number of tokens, with an empty context; output is the matrix behind the last layer, for all of
-    them.  row_position: of attention for one token, for each layer and position that it sees; in long passes it is
-    row_position_long.  was_disturbed: other processes had the cores meanwhile.
-    """
-
+    # layers, output: by number of tokens, with an empty context; output is the matrix after the last layer, for all of
+    # them
     layers: Mapping[int, float]
     output: Mapping[int, float]
+    # of attention for one token, for each layer and position that it sees; in long passes it is row_position_long
     row_position: float
     row_position_long: float
-    was_disturbed: bool
+    was_disturbed: bool  # other processes had the cores meanwhile
 
 
 def time_passes(
@@ -86,7 +84,7 @@ def time_passes(
     busy = Busy(device.n_threads)
     layer_bytes, output_bytes = weight_bytes(model, spec, bits)
     with _Made(trial, parts, PROMPT, device, cache_type) as session:
-        if layer_bytes + output_bytes >= LEAST_BYTES and wanted_by_user() != "off":
+        if layer_bytes + output_bytes >= LEAST_BYTES and user_choice() != "off":
             _choose_reading(session, choices, is_mostly_ternary(parts))
         layers, output = _times(session, busy)
     row_position, row_position_long = _attention(spec, device, cache_type, busy)

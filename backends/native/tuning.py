@@ -23,7 +23,7 @@ MOST_TOKENS = 8  # of a pass that is tuned
 LEAST_BYTES = 32 << 20  # of weights: smaller ones are read from caches, not from memory
 BUDGET_SECONDS = 0.8
 VARIABLE = "EDGEINFER_TUNE"
-Wanted = Literal["auto", "off", "again"]
+UserChoice = Literal["auto", "off", "again"]
 _KIND, _FORMAT = "tuning", 1
 _ORIGINS = {"known": "on known CPUs", "measured": "measured now", "kept": "measured before"}
 
@@ -84,9 +84,9 @@ class Tunable(Protocol):
 
 @dataclass(frozen=True)
 class Tuning:
-    """The choices of a session by number of tokens. origin: "known" CPUs' values, "measured" now, or "kept"."""
+    """The choices of a session by number of tokens."""
 
-    origin: Literal["known", "measured", "kept"]
+    origin: Literal["known", "measured", "kept"]  # "known" CPUs' values, "measured" now, or "kept"
     streams: Mapping[int, Prefetch]
 
     def __str__(self) -> str:
@@ -100,13 +100,13 @@ class Tuning:
         return {"origin": self.origin, "streams": {n: stream._asdict() for n, stream in self.streams.items()}}
 
 
-def wanted_by_user() -> Wanted:
+def user_choice() -> UserChoice:
     """What EDGEINFER_TUNE asks for. Raises InvalidArgument."""
     value = os.environ.get(VARIABLE) or "auto"
-    for known in get_args(Wanted):
+    for known in get_args(UserChoice):
         if value == known:
             return known  # type: ignore[no-any-return]
-    raise InvalidArgument(f"{VARIABLE} must be {', '.join(get_args(Wanted))}: found {value!r:.80}")
+    raise InvalidArgument(f"{VARIABLE} must be {', '.join(get_args(UserChoice))}: found {value!r:.80}")
 
 
 def tune(
@@ -125,7 +125,7 @@ def tune(
     """
     sizes = range(1, min(MOST_TOKENS, n_tokens) + 1)
     known = {n: Prefetch(*decoder.prefetch(is_ternary, n)) for n in sizes}
-    what = wanted_by_user()
+    what = user_choice()
     if what == "off" or decoder.weight_bytes < LEAST_BYTES:
         return Tuning("known", known)
     key = _key(file, n_threads, len(sizes), facts)
@@ -147,7 +147,7 @@ def tune(
 
 def kept_choices(file: ModelFile, n_threads: int, *facts: object) -> dict[int, Prefetch] | None:
     """The choices that `tune` made for a model here, by number of tokens, None if it did not yet.  facts: as there."""
-    if wanted_by_user() != "auto":
+    if user_choice() != "auto":
         return None
     return _streams_of(read_record(record_folder(_KIND), _key(file, n_threads, MOST_TOKENS, facts)))
 

@@ -20,8 +20,8 @@ std::string shape_of(int n_out, int n_in) {
     return shape;
 }
 
-[[noreturn]] void refuse_shape(const std::string& name, const std::string& wanted, const std::string& found) {
-    throw std::invalid_argument("weight " + name + " must be " + wanted + ": found " + found);
+[[noreturn]] void refuse_shape(const std::string& name, const std::string& expected, const std::string& found) {
+    throw std::invalid_argument("weight " + name + " must be " + expected + ": found " + found);
 }
 
 [[noreturn]] void refuse_missing(const std::string& name) {

@@ -35,13 +35,10 @@ _BIASES_OF_EXPERTS = frozenset(("gate_bias", "up_bias", "down_bias"))  # (n_expe
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed formats of matrices that differ from the file's.
+    """Packed formats of matrices that differ from the file's."""
 
-    rounded: larger ones in Q4_0, for draft models.  ternary_bits: of a ternary weight.
-    """
-
-    rounded: bool = False
-    ternary_bits: TernaryBits = "2"
+    rounded: bool = False  # larger ones in Q4_0, for draft models
+    ternary_bits: TernaryBits = "2"  # of a ternary weight
 
     def format_of(self, info: TensorInfo, role: str = "") -> int:
         """The number of a tensor's packed format in matrix.h. Routers, which are small, stay as they are."""
@@ -53,22 +50,18 @@ class Packing:
 
 
 class Part(NamedTuple):
-    """A tensor of the file, or some of its rows, and the block and role that it has in the decoder.
-
-    shape: (n_out, n_in) or (n,).  n_bytes: as GGUF stores it, from first_byte of the tensor on.  scale: of I2_S, whose
-    bytes are without it.  packed_as: see Packing.format_of.  n_runs, distance: of a vector that is several runs of
-    bytes, which begin so far from each other.
-    """
+    """A tensor of the file, or some of its rows, and the block and role that it has in the decoder."""
 
     block: str
     role: str
     name: str
     type: GGMLType
-    packed_as: int
-    shape: tuple[int, ...]
-    n_bytes: int
+    packed_as: int  # see Packing.format_of
+    shape: tuple[int, ...]  # (n_out, n_in) or (n,)
+    n_bytes: int  # as GGUF stores it, from first_byte of the tensor on
     first_byte: int = 0
-    scale: float = 1.0
+    scale: float = 1.0  # of I2_S, whose bytes are without it
+    # n_runs, distance: of a vector that is several runs of bytes, which begin so far from each other
     n_runs: int = 1
     distance: int = 0
 
@@ -81,13 +74,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """Where a decoder finds the rows of the embedding matrix.
-
-    place: "output", the packed output matrix, which is the same tensor; "file", from which a pass reads the rows of its
-    tokens; "memory", a copy.
-    """
+    """Where a decoder finds the rows of the embedding matrix."""
 
     info: TensorInfo
+    # "output", the packed output matrix, which is the same tensor; "file", from which a pass reads the rows of its
+    # tokens; "memory", a copy
     place: Literal["output", "file", "memory"]
 
     @property

@@ -12,7 +12,7 @@ from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.models import Attention, ModelSpec, RopeSpec, TensorRef, attention_of
 
 _FLOAT32 = np.dtype(np.float32)
-_VECTOR = 8  # GroupQueryAttention wants heads, and half of what it rotates, in multiples of this
+_VECTOR = 8  # GroupQueryAttention needs heads, and half of what it rotates, in multiples of this
 
 
 def bias_name(window: int | None) -> str:

@@ -1,13 +1,13 @@
 """The graph of a decoder or of a draft head with a KV cache, from the blocks of its spec.
 
-Inputs, for n tokens behind those that are in the cache, with t positions that they may see (n_ctx in a plain graph):
+Inputs, for n tokens after those that are in the cache, with t positions that they may see (n_ctx in a plain graph):
 
     input_ids (1, n) int64, position_ids (1, n) int64
     attention_bias (1, 1, n, t) float32: 0 where a token sees a position, HIDDEN where not; attention_bias.W in layers
     with a window of W positions
-    logit_rows (m,) int64: of the n tokens, those whose logits are wanted
+    logit_rows (m,) int64: of the n tokens, those whose logits are requested
     features (1, n, n_embd) float32: of a head
-    cache_slots (n,) int64: of a plain graph, where in the cache the tokens go; else they go behind the others, and
+    cache_slots (n,) int64: of a plain graph, where in the cache the tokens go; else they go after the others, and
     t is the number of positions with them
     past_key.L, past_value.L (1, n_kv_heads, n_ctx, head_dim) float32
 
@@ -142,7 +142,7 @@ def _check_spec(spec: ModelSpec, path: object) -> None:
 
 
 class _DecoderBuilder:
-    """Builds the graph of the blocks of a model or a head, behind these embeddings."""
+    """Builds the graph of the blocks of a model or a head, after these embeddings."""
 
     def __init__(self, model: ModelFile, spec: ModelSpec, embedding: Embedding, n_ctx: int, style: Style) -> None:
         self._spec, self._embedding, self._n_ctx, self._style = spec, embedding, n_ctx, style

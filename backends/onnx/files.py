@@ -18,7 +18,7 @@ from edgeinfer.common.errors import ModelFileError
 from edgeinfer.common.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
-_WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
+_WITHIN_BYTES = 1024  # ONNX Runtime needs shapes and the like in the graph itself
 _CHECKED_TOKENS = 4
 
 
@@ -61,7 +61,7 @@ def data_names(data: str, constants: Sequence[Constant], max_bytes: int | None =
 
 
 class _DataFiles:
-    """Files with constants, one behind the other."""
+    """Files with constants, one after the other."""
 
     def __init__(self, path: Path, max_bytes: int | None) -> None:
         self.paths: list[Path] = []

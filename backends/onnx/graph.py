@@ -40,14 +40,14 @@ class Node:
 
 @dataclass
 class Graph:
-    """Nodes in the order in which they run. metadata: texts that go with the model."""
+    """Nodes in the order in which they run."""
 
     name: str
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     constants: dict[str, Constant] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)  # texts that go with the model
     _scope: str = ""
 
     def within(self, scope: str) -> None:

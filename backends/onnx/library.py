@@ -33,16 +33,12 @@ _ENDING = "ExecutionProvider"
 
 @dataclass(frozen=True)
 class ProviderInfo:
-    """An execution provider of the installed onnxruntime, and the devices that it names.
+    """An execution provider of the installed onnxruntime, and the devices that it names."""
 
-    name: without its ending "ExecutionProvider", as it is chosen by.  devices: (kind, maker) of each.  version: of
-    onnxruntime.
-    """
-
-    name: str
-    devices: tuple[tuple[str, str], ...]
+    name: str  # without its ending "ExecutionProvider", as it is chosen by
+    devices: tuple[tuple[str, str], ...]  # (kind, maker) of each
     style: Style
-    version: str = ""
+    version: str = ""  # of onnxruntime
 
     @property
     def full_name(self) -> str:
@@ -126,14 +122,14 @@ def choose_provider(name: str | None = None) -> ProviderInfo:
     Without either the first of `list_providers`. Raises BackendUnavailable, InvalidArgument for one that is not there.
     """
     found = list_providers()
-    wanted = name or os.environ.get(_VARIABLE)
-    if not wanted:
+    requested = name or os.environ.get(_VARIABLE)
+    if not requested:
         return found[0]
     for info in found:
-        if info.name.lower() == wanted.lower().removesuffix(_ENDING.lower()):
+        if info.name.lower() == requested.lower().removesuffix(_ENDING.lower()):
             return info
     names = ", ".join(info.name for info in found)
-    raise InvalidArgument(f"this onnxruntime has no execution provider {wanted!r:.80}; it has {names}")
+    raise InvalidArgument(f"this onnxruntime has no execution provider {requested!r:.80}; it has {names}")
 
 
 @contextmanager

@@ -50,14 +50,12 @@ _WITH_MINIMUMS = {GGMLType.Q4_1: 8, GGMLType.Q5_1: 0, GGMLType.Q2_K: 2, GGMLType
 
 @dataclass(frozen=True)
 class Constant:
-    """An array of a graph that is made when it is needed.
-
-    is_int4: it stands for signed numbers of 4 bits, (.., 2 n) of them in the bytes (.., n), the even ones low.
-    """
+    """An array of a graph that is made when it is needed."""
 
     dtype: np.dtype[np.generic]
     shape: tuple[int, ...]
     make: Callable[[], Array]
+    # it stands for signed numbers of 4 bits, (.., 2 n) of them in the bytes (.., n), the even ones low
     is_int4: bool = False
 
     @classmethod
@@ -80,14 +78,12 @@ class Floats:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A matrix (n_out, n_in) in blocks: w = scale (code - zero point) + base, zero point 2^(bits - 1).
-
-    scales, bases: (n_out, n_blocks) float32; bases is None where all are 0.
-    """
+    """A matrix (n_out, n_in) in blocks: w = scale (code - zero point) + base, zero point 2^(bits - 1)."""
 
     part: Part
     bits: int
     size: int
+    # scales, bases: (n_out, n_blocks) float32; bases is None where all are 0
     scales: Constant
     bases: Constant | None
 

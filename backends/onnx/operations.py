@@ -86,7 +86,7 @@ class Operations:
         return graph.add("Slice", x, graph.ints(first), graph.ints(last), graph.ints(-1))
 
     def once(self, what: str, make: Callable[[], str]) -> str:
-        """A value that is made when it is first wanted."""
+        """A value that is made when it is first needed."""
         if what not in self._shared:
             self._shared[what] = make()
         return self._shared[what]

@@ -1,4 +1,4 @@
-"""A graph that runs: a session of onnxruntime, its constants in memory, inputs and outputs where they are wanted."""
+"""A graph that runs: a session of onnxruntime, its constants in memory, inputs and outputs where they are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgeinfer.backends.onnx.graph import CONTRIB, Graph, beside, within
 from edgeinfer.backends.onnx.library import ProviderInfo, errors_translated, open_library
 from edgeinfer.common.errors import BackendLost, BackendUnavailable, Interrupted, UnsupportedModel
 
-_WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
+_WITHIN_BYTES = 1024  # ONNX Runtime needs shapes and the like in the graph itself
 _STOPPED = "the forward pass was interrupted; the session is as it was before"
 
 

@@ -28,8 +28,8 @@ _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more
 class OnnxBackend:
     """Runs models on an execution provider of ONNX Runtime: the one of `info`, else that of `choose_provider`.
 
-    For drafts: logits depend on how a text is cut, and on the provider. Raises BackendUnavailable where onnxruntime or
-    onnx is missing.
+    For drafts: logits depend on how a sequence is cut, and on the provider. Raises BackendUnavailable where onnxruntime
+    or onnx is missing.
     """
 
     name = "onnx"
@@ -80,9 +80,9 @@ def plan_graphs(graphs: Sequence[Graph], spec: ModelSpec, settings: LoadSettings
 
 
 class Cache:
-    """Keys and values of one text, and where its passes find them.
+    """Keys and values of one sequence, and where its passes find them.
 
-    n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are wanted.
+    n_ctx: positions.  buffers: inputs and outputs of the graphs.  bindings: by the outputs that are requested.
     """
 
     def __init__(self, provider: ProviderInfo, spec: ModelSpec, n_ctx: int) -> None:
@@ -189,7 +189,7 @@ class OnnxDecoder(DeviceDecoder):
     def _places(self, cache: Cache, batch: Batch) -> dict[str, NDArray[Any]]:
         """The inputs that say where tokens stand, and what they see."""
         n, n_past = len(batch), batch.n_past
-        n_nodes = batch.first + n  # that stand behind n_past, these the last of them
+        n_nodes = batch.first + n  # that stand after n_past, these the last of them
         n_slots = cache.n_ctx if self._has_slots else n_past + n_nodes
         positions = np.zeros(n_slots, dtype=np.int64)  # by slot
         positions[:n_past] = np.arange(n_past)

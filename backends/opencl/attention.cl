@@ -1,4 +1,4 @@
-// Attention of one shape, behind common.cl; the recipe is that of edgeinfer.models.spec.Attention.
+// Attention of one shape, after common.cl; the recipe is that of edgeinfer.models.spec.Attention.
 //
 // Macros: HEAD_DIM; N_HEADS; N_KV_HEADS. Queries, keys and values of a token lie side by side in qkv. The cache, keys
 // and values, is (layers of this shape, N_KV_HEADS, n_ctx, HEAD_DIM).
@@ -42,11 +42,11 @@ kernel void turn_and_store(global float* restrict qkv, global half* restrict key
     }
 }
 
-// Attention of one head of one token over the committed text, positions 0 .. n_past - 1, and what it sees of what follows
-// there: all up to itself in a chain, where n_nodes is 0; else the tokens are nodes first, first + 1, ... of a tree, whose
-// node j has slot n_past + j, and node i sees those with sees[i, j], (n_nodes, n_nodes). positions: of all nodes.
-// window: positions, 0 for all. Softmax is taken in one pass (Milakov and Gimelshein, arXiv:1805.02867).
-// Groups: (1, N_HEADS, tokens).
+// Attention of one head of one token over the committed sequence, positions 0 .. n_past - 1, and what it sees of what
+// follows there: all up to itself in a chain, where n_nodes is 0; else the tokens are nodes first, first + 1, ... of a
+// tree, whose node j has slot n_past + j, and node i sees those with sees[i, j], (n_nodes, n_nodes). positions: of all
+// nodes. window: positions, 0 for all. Softmax is taken in one pass (Milakov and Gimelshein, arXiv:1805.02867). Groups:
+// (1, N_HEADS, tokens).
 kernel __attribute__((reqd_work_group_size(GROUP, 1, 1))) void attend(
     global const float* restrict qkv, global const half* restrict keys, global const half* restrict values,
     global const int* restrict positions, global const uchar* restrict sees, global float* restrict out, int layer,

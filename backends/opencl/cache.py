@@ -1,4 +1,4 @@
-"""The KV cache of one text on a device."""
+"""The KV cache of one sequence on a device."""
 
 from __future__ import annotations
 

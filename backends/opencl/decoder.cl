@@ -1,4 +1,4 @@
-// What a decoder does between its matrix products and beside attention, behind common.cl.
+// What a decoder does between its matrix products and beside attention, after common.cl.
 
 #define RUN 32  // activations that share a scale
 

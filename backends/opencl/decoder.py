@@ -180,7 +180,7 @@ class Decoder(DeviceDecoder):
             raise Interrupted("the forward pass was interrupted; the session is as it was before")
 
     def _tap(self, index: int, x: Buffer, taps: Sequence[int], tapped: HiddenStates | None) -> None:
-        """Copy x out where this layer is wanted."""
+        """Copy x out where this layer is requested."""
         if tapped is not None:
             for place in (place for place, tap in enumerate(taps) if tap == index):
                 self.device.read(x, tapped[place])
@@ -271,7 +271,7 @@ class Decoder(DeviceDecoder):
         return out
 
     def _inputs(self, x: Buffer, n: int, linear: Linear) -> Activations:
-        """x (n, n_in) as inputs of a product, rounded to codes where that wants them."""
+        """x (n, n_in) as inputs of a product, rounded to codes where that needs them."""
         inputs = Activations(x, *(self.buffers[name] for name in ("codes", "scales", "sums")))
         if linear.takes_codes:
             items = [linear.n_in // RUN, n]

@@ -23,11 +23,11 @@ _NUMBERS = {int: np.int32, float: np.float32}
 
 @dataclass
 class Kernel:
-    """A compiled kernel; handle is pyopencl's. is_typed: it was told what its numbers are, so that calls are quick."""
+    """A compiled kernel; handle is pyopencl's."""
 
     name: str
     handle: Any
-    is_typed: bool = False
+    is_typed: bool = False  # it was told what its numbers are, so that calls are quick
 
 
 class OpenCLDevice:
@@ -56,7 +56,7 @@ class OpenCLDevice:
         return self.info.kind == "cpu"
 
     def kernel(self, name: str, sources: Sequence[str], defines: Mapping[str, int] | None = None) -> Kernel:
-        """A kernel of these files of this folder, taken as one text behind these macros. Built once."""
+        """A kernel of these files of this folder, taken as one text after these macros. Built once."""
         macros = {"INTEGER_DOT": int(self.has_integer_dot)} | dict(defines or {})
         key = (*sources, *(f"-D{name}={value}" for name, value in sorted(macros.items())))
         if key not in self._programs:

@@ -22,7 +22,7 @@ def draft_tree(
     n_logits: int,
     assumed: Sequence[int] = (),
 ) -> Nodes:
-    """Run a chain, then levels of a tree behind it, all chosen on the device; see DraftingSession.draft.
+    """Run a chain, then levels of a tree after it, all chosen on the device; see DraftingSession.draft.
 
     n_logits: the first of a row, that nodes are chosen from.  assumed: see DraftingHead.draft. Nothing is read before
     the end, so that the host waits for the device once.
@@ -50,7 +50,7 @@ def draft_tree(
 
 
 def _read(decoder: Decoder, n_nodes: int, n_rows: int) -> Nodes:
-    """The tree that was made. n_rows: the text, and the nodes that were passed."""
+    """The tree that was made. n_rows: the sequence, and the nodes that were passed."""
     shapes = {"node_ids": (n_nodes,), "parents": (n_nodes,), "candidates": (n_rows, TOP)}
     ids, parents, candidates = (
         decoder.device.read(decoder.buffers[name], np.empty(shape, dtype=np.int32)) for name, shape in shapes.items()

@@ -27,14 +27,11 @@ _GROUP = 16  # work-items of a group in kernels that go through rows
 
 @dataclass(frozen=True)
 class ExpertBuffers:
-    """Bytes on a device. expert: of the largest one.  work: of each buffer that all experts compute in.
+    """Bytes on a device."""
 
-    n_experts: of the model, all layers together.
-    """
-
-    expert: int
-    work: Mapping[str, int]
-    n_experts: int
+    expert: int  # of the largest one
+    work: Mapping[str, int]  # of each buffer that all experts compute in
+    n_experts: int  # of the model, all layers together
 
     def total(self, n_slots: int) -> int:
         """With so many experts on the device."""

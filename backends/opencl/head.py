@@ -12,7 +12,7 @@ from edgeinfer.backends.opencl.decoder import Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import ModelParts, head_activation_bytes
-from edgeinfer.backends.opencl.session import DraftingText, plan_parts
+from edgeinfer.backends.opencl.session import DraftingSequence, plan_parts
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import LoadSettings
@@ -69,7 +69,7 @@ class OpenCLHeadModel(DeviceHeadModel[Decoder], HeadModel):
         return OpenCLHead(self, check_session_size(n_ctx, self.n_ctx))
 
 
-class OpenCLHead(DeviceHeadSession[Decoder], DraftingText):
+class OpenCLHead(DeviceHeadSession[Decoder], DraftingSequence):
     """See edgeinfer.backends.base.DraftingHead."""
 
     def draft(

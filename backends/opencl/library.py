@@ -33,20 +33,17 @@ _NO_DRIVER = (
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a device says of itself. index: its number here, by platform and in the order of the driver.
+    """What a device says of itself."""
 
-    memory_bytes: all it has, used or not; OpenCL does not say what is free.  max_buffer_bytes: of one allocation.
-    """
-
-    index: int
+    index: int  # its number here, by platform and in the order of the driver
     name: str
     kind: DeviceKind
     platform: str
     version: str
     driver_version: str
     compute_units: int
-    memory_bytes: int
-    max_buffer_bytes: int
+    memory_bytes: int  # all it has, used or not; OpenCL does not say what is free
+    max_buffer_bytes: int  # of one allocation
     local_memory_bytes: int
     max_work_group: int
     shares_host_memory: bool
@@ -73,7 +70,7 @@ def open_library() -> Any:
 
 
 def _do_without_caches() -> None:
-    """Where the user has no folder for caches: pyopencl fails for want of one, and PoCL has no device."""
+    """Where the user has no folder for caches: pyopencl fails without one, and PoCL has no device."""
     folder = cache_folder()
     with suppress(OSError):
         if folder is not None:
@@ -99,7 +96,7 @@ def choose_device(index: int | None = None) -> DeviceInfo:
     """
     found = list_devices()
     if index is None:
-        index = _wanted_index()
+        index = _requested_index()
     if index is None:
         return min(found, key=lambda info: _PREFERENCE.index(info.kind))
     if not 0 <= index < len(found):
@@ -142,13 +139,15 @@ def _explanation(cl: Any, error: Any) -> str:
     return f"{text}; the device is lost or its driver broken: use another device, or the CPU"
 
 
-def _wanted_index() -> int | None:
-    wanted = os.environ.get(_VARIABLE)
-    if not wanted:
+def _requested_index() -> int | None:
+    requested = os.environ.get(_VARIABLE)
+    if not requested:
         return None
-    if not wanted.isdigit():
-        raise InvalidArgument(f"{_VARIABLE} must be the number of a device, see `edgeinfer devices`: found {wanted!r}")
-    return int(wanted)
+    if not requested.isdigit():
+        raise InvalidArgument(
+            f"{_VARIABLE} must be the number of a device, see `edgeinfer devices`: found {requested!r}"
+        )
+    return int(requested)
 
 
 def _handles() -> list[Any]:

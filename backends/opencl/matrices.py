@@ -7,7 +7,7 @@ Codes of 2, 4 or 8 bits lie in lines of 64 bytes, a word of 4 bytes a row::
         bits B*f .. B*f + B - 1: code of k = L*i + 4*f + b, f = 0 .. 8/B - 1             b = 0..3
 
 With two bits that is the format of models/formats/ternary_packing.py. Scales are half floats, [tile][block][row],
-behind each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and
+after each the minimum of the block where there are any; weight = scale * (code - offset) + minimum. Half floats and
 floats are kept as they are, [tile][k][row].
 
 Codes of 3 bits take 4, those of 5 and 6 bits 8, and so do those of MXFP4, which are twice its numbers. Q8_0, Q5_0,
@@ -43,11 +43,11 @@ _SOURCES = ("dot.cl", "matrix.cl")
 
 @dataclass(frozen=True)
 class Format:
-    """How weights lie on the device. bits: of a code, 0 for numbers. block: inputs that share a scale."""
+    """How weights lie on the device."""
 
-    bits: int
+    bits: int  # of a code, 0 for numbers
     offset: int = 0
-    block: int = RUN
+    block: int = RUN  # inputs that share a scale
     has_minimum: bool = False
     is_half: bool = False  # where bits is 0
 
@@ -106,17 +106,14 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A matrix of the file, or some rows of one: (n_out, n_in), and its bytes there.
-
-    factor: of all weights, 1 but for I2_S, whose one scale is a float32.
-    """
+    """A matrix of the file, or some rows of one: (n_out, n_in), and its bytes there."""
 
     name: str
     type: GGMLType
     n_out: int
     n_in: int
     data: NDArray[np.uint8]
-    factor: float = 1.0
+    factor: float = 1.0  # of all weights, 1 but for I2_S, whose one scale is a float32
 
     @property
     def format(self) -> Format:
@@ -280,7 +277,7 @@ def _words(codes: NDArray[np.int8], format: Format) -> NDArray[np.uint32]:
 
 
 def _scales(codes: Codes, n_rows: int, part: Part) -> NDArray[np.float16]:
-    """Scales, with the minimums behind them where the format has any."""
+    """Scales, with the minimums after them where the format has any."""
     block = part.format.block
     numbers = [codes.scales] if codes.minimums is None else [codes.scales, codes.minimums]
     repeats = codes.values.shape[1] // block

@@ -118,17 +118,15 @@ class FusionParts:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a model or a draft head is made of, in the file; output is None where it is the embedding.
-
-    output_norm, fusion: None where there is none.  draft_vocab: (n_logits,) int32, tokens that the rows of output are
-    for; None where they are for the first ones.
-    """
+    """What a model or a draft head is made of, in the file; output is None where it is the embedding."""
 
     token_embd: LinearParts
     output: LinearParts | None
+    # output_norm, fusion: None where there is none
     output_norm: NDArray[np.float32] | None
     layers: tuple[tuple[AttentionParts, DenseParts], ...]
     fusion: FusionParts | None = None
+    # (n_logits,) int32, tokens that the rows of output are for; None where they are for the first ones
     draft_vocab: NDArray[np.int32] | None = None
 
     @classmethod

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from edgeinfer.backends.base import Model, Progress
 from edgeinfer.backends.checks import check_parents, check_tokens
-from edgeinfer.backends.device_session import DeviceModel, DeviceSession, DeviceText, chain_batch
+from edgeinfer.backends.device_session import DeviceModel, DeviceSequence, DeviceSession, chain_batch
 from edgeinfer.backends.opencl.decoder import Decoder
 from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.drafting import draft_tree
@@ -27,7 +27,8 @@ from edgeinfer.models.gguf import ModelFile
 class OpenCLBackend:
     """Runs models on an OpenCL device: the one of `info`, else the one that `choose_device` takes.
 
-    For drafts: logits depend on how a text is cut, and on the device. Raises BackendUnavailable where there is none.
+    For drafts: logits depend on how a sequence is cut, and on the device. Raises BackendUnavailable where there is
+    none.
     """
 
     name = "opencl"
@@ -106,8 +107,8 @@ class OpenCLModel(DeviceModel[Decoder], Model):
         return OpenCLSession(self, self.checked_size(n_ctx, cache_type))
 
 
-class DraftingText(DeviceText[Decoder]):
-    """A text whose drafts the device makes by itself."""
+class DraftingSequence(DeviceSequence[Decoder]):
+    """A sequence whose drafts the device makes by itself."""
 
     def _draft(
         self,
@@ -138,7 +139,7 @@ class DraftingText(DeviceText[Decoder]):
         return nodes
 
     def _check_tree(self, n_before: int, n_levels: int, width: int) -> None:
-        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted behind that many tokens."""
+        """Raises InvalidArgument or ContextOverflow for a tree that cannot be drafted after that many tokens."""
         widest = min(TOP, self.n_batch)
         if not (n_levels >= 1 and 1 <= width <= widest and n_levels * width <= MAX_NODES):
             raise InvalidArgument(
@@ -149,7 +150,7 @@ class DraftingText(DeviceText[Decoder]):
             raise ContextOverflow(n_past, self.n_ctx)
 
 
-class OpenCLSession(DeviceSession[Decoder], DraftingText):
+class OpenCLSession(DeviceSession[Decoder], DraftingSequence):
     """See edgeinfer.backends.base.DraftingSession."""
 
     def draft(self, tokens: ArrayLike, n_levels: int, width: int = 1, n_vocab: int | None = None) -> Nodes:

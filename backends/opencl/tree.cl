@@ -1,4 +1,4 @@
-// Draft trees that are chosen on the device, behind common.cl.
+// Draft trees that are chosen on the device, after common.cl.
 //
 // Macros: TOP, candidates of a row.
 

@@ -189,8 +189,8 @@ def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[st
     if (n_bytes := engine.memory_plan.expert_cache) is not None:
         share = f", {engine.experts.share:.0%} of all experts" if engine.experts is not None else ""
         lines.append(f"experts  cache of {human_bytes(n_bytes)}{share}")
-    if (tier := engine.expert_tier) is not None:
-        lines.append(f"experts  {tier.describe()}")
+    if (device_experts := engine.device_experts) is not None:
+        lines.append(f"experts  {device_experts.describe()}")
     speculation = None if last is None else last.timings.speculation
     for name, placed in ({} if engine.speculator is None else engine.speculator.placements).items():
         is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}

@@ -276,7 +276,7 @@ def plan_lines(plan: Plan) -> list[str]:
 def _planned(target: Any, request: Request) -> Plan:
     """The plan, with the progress of what it measures."""
     with ReportLines() as lines:
-        plan: Plan = target.plan(replace(request, told=lines))
+        plan: Plan = target.plan(replace(request, report=lines))
     return plan
 
 

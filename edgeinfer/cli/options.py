@@ -288,7 +288,7 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
     """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
-    from edgeinfer.speculation.draft_names import FREE_DRAFTERS
+    from edgeinfer.speculation.draft_names import MODEL_FREE
 
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
@@ -296,7 +296,7 @@ def draft_of(flags: dict[str, Any]) -> str | list[str]:
     if draft == "none":
         raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
     file = str(model)
-    if file in ("auto", "none", *FREE_DRAFTERS):
+    if file in ("auto", "none", *MODEL_FREE):
         file = os.path.join(".", file)  # a file always, also one that is called as a drafter is
     return file if draft == "auto" else [draft, file]
 

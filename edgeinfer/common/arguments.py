@@ -27,8 +27,8 @@ def check_integer(name: str, value: object, least: int, most: int | None = None)
     except TypeError:
         found = least - 1
     if isinstance(value, bool) or found < least or (most is not None and found > most):
-        wanted = f"of at least {least}" if most is None else f"in {least}..{most}"
-        raise InvalidArgument(f"{name} must be an integer {wanted}: found {shown(value)}")
+        expected = f"of at least {least}" if most is None else f"in {least}..{most}"
+        raise InvalidArgument(f"{name} must be an integer {expected}: found {shown(value)}")
     return found
 
 

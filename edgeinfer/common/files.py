@@ -364,7 +364,7 @@ def check_folder(path: Path, names: Sequence[str]) -> None:
     if not path.is_dir():
         check_writable(path)
         if path.exists():
-            raise NotADirectoryError(errno.ENOTDIR, "This is a file, wanted is a folder", str(path))
+            raise NotADirectoryError(errno.ENOTDIR, "This is a file, expected a folder", str(path))
         return
     other = [found.name for found in path.iterdir() if not any(fnmatch.fnmatch(found.name, name) for name in names)]
     if other:
@@ -405,7 +405,7 @@ def _target(path: Path) -> tuple[Path, os.stat_result | None]:
     except ValueError as error:  # a null byte, or a character that the file system cannot have
         raise OSError(errno.EINVAL, f"No file can have this name: {error}", repr(str(path))) from None
     if found is not None and stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, "This is a folder, wanted is a file", str(path))
+        raise IsADirectoryError(errno.EISDIR, "This is a folder, expected a file", str(path))
     return (Path(os.path.realpath(path)) if path.is_symlink() else path), found
 
 

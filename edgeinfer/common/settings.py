@@ -27,16 +27,13 @@ DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cos
 
 @dataclass(frozen=True)
 class About:
-    """What is said of an option beside its field.
+    """What is said of an option beside its field."""
 
-    flags: its names on the command line, which `help` and `metavar` are for; none where only Python has it.  check: of
-    a value, which Python or the command line gives.  text: for the docstring.
-    """
-
+    # its names on the command line, which `help` and `metavar` are for; none where only Python has it
     flags: tuple[str, ...]
-    check: Check
+    check: Check  # of a value, which Python or the command line gives
     help: str
-    text: str
+    text: str  # for the docstring
     metavar: str | None = None
 
 
@@ -110,19 +107,15 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class LoadSettings(PlanOptions):
-    """What a load is to have, beside the model: all that its plan depends on, as keywords of `load` with their values.
+    """All that the plan of a load depends on, beside the model, as keywords of `load` with their values."""
 
-    n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are cut
-    into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
-    n_threads: of the CPU.  expert_cache: bytes of the cache of experts that are read from disk when they are needed,
-    None where all are in memory; it changes no bit either.  draft: "auto", "none", or what LoadOptions.drafter_names
-    gives; no backend looks at it.
-    """
-
-    n_ctx: int
+    n_ctx: int  # positions in the KV cache
     _: KW_ONLY
-    n_threads: int = 1
+    n_threads: int = 1  # of the CPU
+    # bytes of the cache of experts that are read from disk when they are needed, None where all are in memory; it
+    # changes no bit either
     expert_cache: int | None = None
+    # "auto", "none", or what LoadOptions.drafter_names gives; no backend looks at it
     draft: str | tuple[str, ...] = "none"
 
     @classmethod

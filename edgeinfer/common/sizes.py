@@ -14,20 +14,17 @@ _UNITS = {"": 1, "b": 1} | {
     for power, letter in enumerate("kmgt", 1)
     for base, ending in ((1000, ""), (1000, "b"), (1024, "i"), (1024, "ib"))
 }
-_WANTED = 'must be "auto", a size such as "3.5GiB" or "800MB", bytes, a share such as "25%", or None'
+_RULE = 'must be "auto", a size such as "3.5GiB" or "800MB", bytes, a share such as "25%", or None'
 _MOST_BYTES = 1 << 62
 _MOST = 1e18
 
 
 @dataclass(frozen=True)
 class SizeRequest:
-    """What a caller asked for: at most one of the two, neither for "auto".
+    """What a caller asked for: at most one of the two, neither for "auto"."""
 
-    n_bytes: of memory.  share: of what there is, above 0, at most 1.
-    """
-
-    n_bytes: int | None = None
-    share: float | None = None
+    n_bytes: int | None = None  # of memory
+    share: float | None = None  # of what there is, above 0, at most 1
 
 
 AUTO = SizeRequest()
@@ -42,7 +39,7 @@ def parse_size(value: object, name: str, whole: str) -> SizeRequest:
     if isinstance(value, str):
         return _parsed(value, name, whole)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidArgument(f"{name} {_WANTED}: found {shown(value)}")
+        raise InvalidArgument(f"{name} {_RULE}: found {shown(value)}")
     return _size(value.__index__(), value, name)
 
 
@@ -75,7 +72,7 @@ def _parsed(text: str, name: str, whole: str) -> SizeRequest:
         return AUTO
     found = re.fullmatch(r"(\d{1,19}(?:\.\d{0,19})?|\.\d{1,19})\s*(%|[a-z]{0,3})", written, re.ASCII)
     if found is None or found[2] not in ("%", *_UNITS) or ("." in found[1] and not found[2]):
-        raise InvalidArgument(f"{name} {_WANTED}: found {shown(text)}")
+        raise InvalidArgument(f"{name} {_RULE}: found {shown(text)}")
     number = float(found[1])
     if found[2] != "%":
         unit = _UNITS[found[2]]

@@ -14,21 +14,18 @@ from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 TokenIds: TypeAlias = NDArray[np.int32]  # (n,)
 Logits: TypeAlias = NDArray[np.float32]  # (m, n_vocab)
 HiddenStates: TypeAlias = NDArray[np.float32]  # (n_taps, n, n_embd)
-Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows behind the final norm, or made of others
+Features: TypeAlias = NDArray[np.float32]  # (n, n_embd), hidden rows after the final norm, or made of others
 
 LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives back.
+    """What a forward pass gives back."""
 
-    logits: (m, n_vocab) float32, one row for each row that was asked for, in that order.
-    hidden: (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or what the output matrix reads,
-    as it was asked for; or None.
-    """
-
-    logits: Logits
+    logits: Logits  # (m, n_vocab) float32, one row for each row that was asked for, in that order
+    # (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or what the output matrix reads, as it
+    # was asked for; or None
     hidden: HiddenStates | None = None
 
     @property
@@ -41,39 +38,34 @@ class Output:
 
 @dataclass(frozen=True)
 class Nodes:
-    """A draft tree that a device made in one call. tokens, parents, p: (n,), as in DraftTree.
+    """A draft tree that a device made in one call."""
 
-    candidates, probabilities: (n_rows, k) the top-k tokens, most probable first, and their probabilities. Row 0 is for
-    the position after the text, row 1 + i for the position after node i; nodes of the last level have no row.
-    """
-
+    # tokens, parents, p: (n,), as in DraftTree
     tokens: TokenIds
     parents: TokenIds
     p: NDArray[np.float32]
+    # candidates, probabilities: (n_rows, k) the top-k tokens, most probable first, and their probabilities. Row 0 is
+    # for the position after the text, row 1 + i for the position after node i; nodes of the last level have no row.
     candidates: NDArray[np.int32]
     probabilities: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes held by a session, by purpose.
+    """Bytes held by a session, by purpose."""
 
-    weights: without experts.  drafters: all that speculation needs beside the model.  experts: all experts of the
-    model, or the cache of those that are in memory.  expert_device: main memory that another device takes to compute
-    experts, none for one with memory of its own.  mapped, mapped_experts: of weights and of experts, what are pages of
-    a mapped file, which the system may take back and read again.  windows: of the KV cache, what layers with a sliding
-    window have.
-    """
-
-    weights: int
+    weights: int  # without experts
     kv_cache: int
     activations: int
-    drafters: int = 0
-    experts: int = 0
+    drafters: int = 0  # all that speculation needs beside the model
+    experts: int = 0  # all experts of the model, or the cache of those that are in memory
+    # main memory that another device takes to compute experts, none for one with memory of its own
     expert_device: int = 0
+    # mapped, mapped_experts: of weights and of experts, what are pages of a mapped file, which the system may take back
+    # and read again
     mapped: int = 0
     mapped_experts: int = 0
-    windows: int = 0
+    windows: int = 0  # of the KV cache, what layers with a sliding window have
 
     @property
     def total(self) -> int:
@@ -84,15 +76,11 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a session is to be made with, and the bytes that it will take.
+    """What a session is to be made with, and the bytes that it will take."""
 
-    settings: as the backend takes them; n_ctx, n_batch, cache_type and expert_cache are theirs.  ternary_bits: that a
-    ternary weight takes in memory, which changes no bit of the result.
-    """
-
-    settings: LoadSettings
+    settings: LoadSettings  # as the backend takes them; n_ctx, n_batch, cache_type and expert_cache are theirs
     use: MemoryUse
-    ternary_bits: TernaryBits = "2"
+    ternary_bits: TernaryBits = "2"  # that a ternary weight takes in memory, which changes no bit of the result
 
     @property
     def n_ctx(self) -> int:
@@ -117,15 +105,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What the experts of a model take in memory, in bytes, and how many there are.
+    """What the experts of a model take in memory, in bytes, and how many there are."""
 
-    total: all of them.  least: the smallest cache with which a pass can run, that of one layer's n_used experts.
-    a_token: what one token reads, all layers together.
-    """
-
-    total: int
-    least: int
-    a_token: int
+    total: int  # all of them
+    least: int  # the smallest cache with which a pass can run, that of one layer's n_used experts
+    a_token: int  # what one token reads, all layers together
     n_layers: int
     n_experts: int
     n_used: int

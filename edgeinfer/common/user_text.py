@@ -16,7 +16,7 @@ _OTHER_MARKS = (  # the longer ones first: one of UTF-32 begins as one of UTF-16
 
 
 def without_mark(data: bytes, what: object) -> bytes:
-    """The bytes behind a byte order mark of UTF-8. Raises InvalidArgument for UTF-16 and UTF-32; what: in messages."""
+    """The bytes after a byte order mark of UTF-8. Raises InvalidArgument for UTF-16 and UTF-32; what: in messages."""
     for name, mark in _OTHER_MARKS:
         if data.startswith(mark):
             raise _other_encoding(what, name)

@@ -34,18 +34,18 @@ _COMMIT, _SHA256 = re.compile("[0-9a-f]{40}"), re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class _HubFile:
-    """A file of a repository.  sha256: None of files that are stored without one, which are small."""
+    """A file of a repository."""
 
     name: str
     n_bytes: int
-    sha256: str | None
+    sha256: str | None  # None of files that are stored without one, which are small
 
 
 class _Unreachable(Exception):
     """The hub does not answer; the message says why."""
 
 
-def fetch(wanted: HubReference, progress: DownloadProgress | None = None) -> Path:
+def fetch(requested: HubReference, progress: DownloadProgress | None = None) -> Path:
     """The first file of a model of the hub, downloaded into its cache where it is not there.
 
     The quantisation is Q4_K_M where none is asked for, else the first file's. All parts of a split model are fetched.
@@ -57,22 +57,22 @@ def fetch(wanted: HubReference, progress: DownloadProgress | None = None) -> Pat
     from huggingface_hub import constants
 
     if str(cache_folder()).startswith("~"):
-        raise DownloadError(f"{wanted}: there is no place for it: this user has no home folder, set HF_HOME")
+        raise DownloadError(f"{requested}: there is no place for it: this user has no home folder, set HF_HOME")
     if constants.HF_HUB_OFFLINE:
-        return _from_cache(wanted, "HF_HUB_OFFLINE is set")
+        return _from_cache(requested, "HF_HUB_OFFLINE is set")
     try:
-        commit, files = _listing(wanted.repo)
+        commit, files = _listing(requested.repo)
     except _Unreachable as error:
-        path = _from_cache(wanted, str(error))
+        path = _from_cache(requested, str(error))
         warn(f"{error}: using {path.name}, which is in the cache")
         return path
-    chosen = [files[name] for name in choose(wanted, list(files))]
+    chosen = [files[name] for name in choose(requested, list(files))]
     try:
-        with _explained(wanted.repo):
-            return _Download(wanted.repo, commit, chosen, progress).run()
+        with _explained(requested.repo):
+            return _Download(requested.repo, commit, chosen, progress).run()
     except _Unreachable as error:
         raise DownloadError(
-            f"{wanted}: {error}; what there is of it is kept, the same command goes on with it"
+            f"{requested}: {error}; what there is of it is kept, the same command goes on with it"
         ) from error
 
 
@@ -83,46 +83,48 @@ def cache_folder() -> Path:
     return Path(constants.HF_HUB_CACHE)
 
 
-def choose(wanted: HubReference, names: Sequence[str], where: str = "it") -> Sequence[str]:
+def choose(requested: HubReference, names: Sequence[str], where: str = "it") -> Sequence[str]:
     """The files of the model that is meant, of the names in a repository. Raises ModelNotFound.
 
     where: what has these files, for messages.
     """
     models = models_among(names)
-    if wanted.file is not None:
-        found = next((files for files in models.values() if wanted.file in files), None)
-        found = [wanted.file] if found is None and wanted.file in names else found
+    if requested.file is not None:
+        found = next((files for files in models.values() if requested.file in files), None)
+        found = [requested.file] if found is None and requested.file in names else found
         if found is None:
-            raise ModelNotFound(f"{wanted.repo} has no file {wanted.file}: {where} has {_listed(list(models))}")
+            raise ModelNotFound(f"{requested.repo} has no file {requested.file}: {where} has {_listed(list(models))}")
     elif not models:
-        raise ModelNotFound(_no_gguf(wanted.repo, names, where))
+        raise ModelNotFound(_no_gguf(requested.repo, names, where))
     else:
-        found = models[_first_of(wanted, models, where)]
+        found = models[_first_of(requested, models, where)]
     if missing := missing_parts(found):
         parts = ", ".join(map(str, missing[:_MOST_LISTED]))
-        raise ModelNotFound(f"{wanted.repo}: {where} has {len(found)} parts of {found[0]}, and lacks part {parts}")
+        raise ModelNotFound(f"{requested.repo}: {where} has {len(found)} parts of {found[0]}, and lacks part {parts}")
     return found
 
 
-def _first_of(wanted: HubReference, models: dict[str, Sequence[str]], where: str) -> str:
-    """The model with the quantisation that is wanted, by its first file."""
+def _first_of(requested: HubReference, models: dict[str, Sequence[str]], where: str) -> str:
+    """The model with the requested quantisation, by its first file."""
     quants = sorted({quant for name in models if (quant := quant_of(name)) is not None})
-    if wanted.quant is None:
+    if requested.quant is None:
         matching = [name for quant in _DEFAULT_QUANTS for name in models if has_quant(name, quant)]
         if not matching and len(models) > 1:
             first = next(iter(models))
-            warn(f"{wanted.repo} has no {_DEFAULT_QUANTS[0]}: taking {first}; {where} has {_choices(models, quants)}")
+            warn(
+                f"{requested.repo} has no {_DEFAULT_QUANTS[0]}: taking {first}; {where} has {_choices(models, quants)}"
+            )
             return first
     else:
-        matching = [name for name in models if has_quant(name, wanted.quant)]
+        matching = [name for name in models if has_quant(name, requested.quant)]
         if not matching:
             choices = _choices(models, quants)
-            raise ModelNotFound(f"{wanted.repo} has no quantisation {wanted.quant}: {where} has {choices}")
-    quant = (wanted.quant or _DEFAULT_QUANTS[0]).upper()
+            raise ModelNotFound(f"{requested.repo} has no quantisation {requested.quant}: {where} has {choices}")
+    quant = (requested.quant or _DEFAULT_QUANTS[0]).upper()
     matching.sort(key=lambda name: quant_of(name) != quant)  # Q4_K_XL before UD-Q4_K_XL
     if [quant_of(name) for name in matching[:2]] == [quant, quant]:
         others = ", ".join(matching[1:_MOST_LISTED])
-        warn(f"{wanted.repo} has several files of {quant}: taking {matching[0]}; -hff FILE takes another: {others}")
+        warn(f"{requested.repo} has several files of {quant}: taking {matching[0]}; -hff FILE takes another: {others}")
     return matching[0] if matching else next(iter(models))
 
 
@@ -179,9 +181,9 @@ def snapshots(repo_folder: Path) -> Sequence[Path]:
     return sorted(folders, key=lambda path: path.name != main)
 
 
-def _from_cache(wanted: HubReference, why: str) -> Path:
+def _from_cache(requested: HubReference, why: str) -> Path:
     """The model as the cache has it. why: there is no more. Raises ModelNotFound, DownloadError."""
-    folder = cache_folder() / f"models--{wanted.repo.replace('/', '--')}"
+    folder = cache_folder() / f"models--{requested.repo.replace('/', '--')}"
     try:
         found = snapshots(folder)
     except OSError:
@@ -190,13 +192,13 @@ def _from_cache(wanted: HubReference, why: str) -> Path:
     for snapshot in found:
         names = sorted(path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file())
         try:
-            return snapshot / choose(wanted, names, "the cache")[0]
+            return snapshot / choose(requested, names, "the cache")[0]
         except ModelNotFound as error:
             refused = refused or error
     if refused is not None:
         raise ModelNotFound(f"{refused}; {why}")
     raise DownloadError(
-        f"{wanted} cannot be downloaded: {why}, and nothing of it is in the cache {cache_folder()}; "
+        f"{requested} cannot be downloaded: {why}, and nothing of it is in the cache {cache_folder()}; "
         "`edgeinfer models` lists the models on this machine"
     )
 

@@ -29,16 +29,12 @@ _DIGEST = re.compile("sha256:([0-9a-f]{64})")
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model that a folder has, by its name; its file need not be sound.
+    """A model that a folder has, by its name; its file need not be sound."""
 
-    names: what `-m` takes, the best one first.  origin: what has it, such as "ollama".  files: of a split model in
-    order.  problem: why it cannot be used, as far as names and folders tell.
-    """
-
-    names: tuple[str, ...]
-    origin: str
-    files: tuple[Path, ...]
-    problem: str | None = None
+    names: tuple[str, ...]  # what `-m` takes, the best one first
+    origin: str  # what has it, such as "ollama"
+    files: tuple[Path, ...]  # of a split model in order
+    problem: str | None = None  # why it cannot be used, as far as names and folders tell
 
     @property
     def name(self) -> str:
@@ -58,14 +54,11 @@ class LocalModel:
 
 @dataclass
 class LocalModels:
-    """What the folders have.
-
-    folders: that were looked at, with what has them.  skipped: folders that cannot be read, with the reason.
-    """
+    """What the folders have."""
 
     models: list[LocalModel] = field(default_factory=list)
-    folders: list[tuple[str, Path]] = field(default_factory=list)
-    skipped: list[tuple[Path, str]] = field(default_factory=list)
+    folders: list[tuple[str, Path]] = field(default_factory=list)  # that were looked at, with what has them
+    skipped: list[tuple[Path, str]] = field(default_factory=list)  # folders that cannot be read, with the reason
 
 
 def local_models() -> LocalModels:

@@ -61,7 +61,7 @@ def _usable(model: LocalModel) -> Path:
 
 def _matching(given: str, models: Sequence[LocalModel]) -> Sequence[LocalModel]:
     """The models that a name may mean."""
-    wanted = given.casefold()
+    requested = given.casefold()
 
     def named(model: LocalModel) -> Sequence[str]:
         return [name.casefold() for name in model.names]
@@ -73,9 +73,9 @@ def _matching(given: str, models: Sequence[LocalModel]) -> Sequence[LocalModel]:
         return [*named(model), *(name.rpartition("/")[2] for name in named(model)), *files(model)]
 
     for found in (
-        [model for model in models if wanted in named(model)],
-        [model for model in models if wanted in files(model)],
-        [model for model in models if not is_gguf(given) and any(name.startswith(wanted) for name in starts(model))],
+        [model for model in models if requested in named(model)],
+        [model for model in models if requested in files(model)],
+        [model for model in models if not is_gguf(given) and any(name.startswith(requested) for name in starts(model))],
     ):
         if found:
             return found

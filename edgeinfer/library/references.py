@@ -23,15 +23,11 @@ _EXAMPLE = "USER/REPO or USER/REPO:QUANT, such as Qwen/Qwen3-0.6B-GGUF:Q8_0"
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model of the hub.
+    """A model of the hub."""
 
-    repo: USER/REPO.  quant: of the file that is meant, None for the default.  file: its name in the repository, where
-    that was given; then the quantisation does not count.
-    """
-
-    repo: str
-    quant: str | None = None
-    file: str | None = None
+    repo: str  # USER/REPO
+    quant: str | None = None  # of the file that is meant, None for the default
+    file: str | None = None  # its name in the repository, where that was given; then the quantisation does not count
 
     def __str__(self) -> str:
         return f"{self.repo}/{self.file}" if self.file else f"{self.repo}:{self.quant}" if self.quant else self.repo

@@ -23,7 +23,7 @@ from edgeinfer.common.types import Device, ExpertSizes, MemoryPlan
 from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
-from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
+from edgeinfer.offload.cache_size import AUTO, parse, requested_bytes
 from edgeinfer.offload.file_experts import has_experts
 
 DEFAULT_N_CTX = 4096  # at most, where the caller says nothing
@@ -39,16 +39,13 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model file, the backend that will run it, and what that backend has read and planned.
-
-    spec: what the backend's `read_spec` gave.  device: with the number of threads that was planned for.
-    """
+    """A model file, the backend that will run it, and what that backend has read and planned."""
 
     file: ModelFile
     backend: Backend
-    spec: ModelSizes
+    spec: ModelSizes  # what the backend's `read_spec` gave
     plan: MemoryPlan
-    device: Device
+    device: Device  # with the number of threads that was planned for
 
     def load(self, progress: Progress | None = None) -> Model:
         """The model that was planned; closed by the caller."""
@@ -57,18 +54,15 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class Target:
-    """A model file and the backend that will run it, before it is known how much memory it may take.
-
-    wanted: the settings to load with if there is room.  sizes: of experts, None where they cannot be read from disk.
-    rough: the same with plans that measure nothing and are no larger, for ternary models whose bits are measured.
-    """
+    """A model file and the backend that will run it, before it is known how much memory it may take."""
 
     file: ModelFile
     backend: Backend
     spec: ModelSizes
     device: Device
-    wanted: LoadSettings
-    sizes: ExpertSizes | None
+    requested: LoadSettings  # the settings to load with if there is room
+    sizes: ExpertSizes | None  # of experts, None where they cannot be read from disk
+    # the same with plans that measure nothing and are no larger, for ternary models whose bits are measured
     rough: Target | None = None
     _plans: dict[LoadSettings, MemoryPlan] = field(default_factory=dict, repr=False, compare=False)
 
@@ -107,7 +101,7 @@ def open_backend(name: BackendName, ternary_bits: TernaryChoice = "auto", verify
 
 
 def _backend_for(options: LoadOptions) -> Backend:
-    """The backend that a caller wants. Raises as open_backend, and BadBoardFolder."""
+    """The backend that a caller asks for. Raises as open_backend, and BadBoardFolder."""
     if options.backend == "fpga-sim":
         return _opened("fpga-sim", {"folder": options.fpga_folder})
     return open_backend(options.backend, options.ternary_bits, options.verify)
@@ -132,7 +126,7 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
     if has_experts(file):
         if isinstance(backend, ExpertBackend):
             sizes = backend.expert_sizes(file, spec)
-            expert_cache = wanted_bytes(request, sizes)
+            expert_cache = requested_bytes(request, sizes)
         elif request != AUTO:
             raise InvalidArgument(
                 f'expert_cache must be "auto" with the {backend.name} backend, which has no cache of experts: found '
@@ -141,12 +135,12 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
     more = {"n_threads": device.n_threads, "expert_cache": expert_cache, "draft": options.drafter_names()}
-    wanted = LoadSettings.of(options, n_ctx, **more).with_batch()
-    target = Target(file, backend, spec, device, wanted, sizes)
+    requested = LoadSettings.of(options, n_ctx, **more).with_batch()
+    target = Target(file, backend, spec, device, requested, sizes)
     if is_measured:
         target = replace(target, rough=replace(target, backend=open_backend("native", "1.6"), _plans={}))
     with suppress(BudgetExceeded):  # of a device; it is said later, with what would fit
-        (target.rough or target).planned(wanted)  # what the backend does not run is refused now
+        (target.rough or target).planned(requested)  # what the backend does not run is refused now
     return target
 
 

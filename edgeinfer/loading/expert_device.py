@@ -6,16 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from edgeinfer.backends.base import Model, TieredModel
+from edgeinfer.backends.base import ExpertDeviceModel, Model
 from edgeinfer.common.errors import BackendLost, InvalidArgument, UnsupportedModel
 from edgeinfer.common.types import Device
 from edgeinfer.loading.backend_choice import PlannedModel
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.offload.device_experts import DeviceExperts, measured_seconds
+from edgeinfer.offload.device_experts_size import parse_bytes, slots_of
 from edgeinfer.offload.placement import ExpertTimes, interpolated
-from edgeinfer.offload.tier import DeviceTier, measured_seconds
-from edgeinfer.offload.tier_size import parse_bytes, slots_of
 from edgeinfer.offload.usage import load_usage, usage_key
 
 if TYPE_CHECKING:
@@ -38,15 +38,13 @@ class TimedBackend(Protocol):
 
 
 @dataclass(frozen=True)
-class TierPlan:
-    """Where some experts will compute. n_slots: how many are there at once.  n_bytes: of main memory and of the
-    device's own.
-    """
+class DeviceExpertsPlan:
+    """Where some experts will compute."""
 
     info: DeviceInfo
     title: str
-    n_slots: int
-    n_bytes: int
+    n_slots: int  # how many are there at once
+    n_bytes: int  # of main memory and of the device's own
 
     @property
     def main_bytes(self) -> int:
@@ -54,7 +52,7 @@ class TierPlan:
         return self.n_bytes if self.info.shares_host_memory else 0
 
 
-def plan_tier(planned: PlannedModel, options: LoadOptions, left: int) -> TierPlan | None:
+def plan_device_experts(planned: PlannedModel, options: LoadOptions, left: int) -> DeviceExpertsPlan | None:
     """The device that the options ask for, None where they ask for none. left: bytes of main memory.
 
     Raises InvalidArgument for a model or a backend without it, UnsupportedModel, BackendUnavailable, BudgetExceeded.
@@ -75,28 +73,30 @@ def plan_tier(planned: PlannedModel, options: LoadOptions, left: int) -> TierPla
     buffers = expert_buffers(planned.file, spec, planned.plan.n_batch, info)
     room = int(left * _OF_MAIN if info.shares_host_memory else _OF_DEVICE * info.memory_bytes)
     n_slots = slots_of(parse_bytes(options.expert_device_bytes), buffers, room, title)
-    return TierPlan(info, title, n_slots, buffers.total(n_slots))
+    return DeviceExpertsPlan(info, title, n_slots, buffers.total(n_slots))
 
 
-def with_tier(planned: PlannedModel, tier: TierPlan) -> PlannedModel:
+def with_device_experts(planned: PlannedModel, device_experts: DeviceExpertsPlan) -> PlannedModel:
     """The plan with the main memory that the device takes."""
-    use = replace(planned.plan.use, expert_device=tier.main_bytes)
+    use = replace(planned.plan.use, expert_device=device_experts.main_bytes)
     return replace(planned, plan=replace(planned.plan, use=use))
 
 
-def open_tier(tier: TierPlan, planned: PlannedModel, model: Model) -> DeviceTier:
+def open_device_experts(device_experts: DeviceExpertsPlan, planned: PlannedModel, model: Model) -> DeviceExperts:
     """Load the device, measure it and the CPU, and let it compute experts of this model. Closed before the model.
 
     Raises BackendLost, BackendUnavailable.
     """
     from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts
 
-    assert isinstance(model, TieredModel) and isinstance(planned.backend, TimedBackend)
+    assert isinstance(model, ExpertDeviceModel) and isinstance(planned.backend, TimedBackend)
     spec = planned.spec
     assert isinstance(spec, ModelSpec)
     layers = {i: layer.ffn for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
     first = next(iter(layers))
-    on_device = OpenCLExperts(planned.file, spec, OpenCLDevice(tier.info), tier.n_slots, planned.plan.n_batch)
+    on_device = OpenCLExperts(
+        planned.file, spec, OpenCLDevice(device_experts.info), device_experts.n_slots, planned.plan.n_batch
+    )
     try:
         sizes = tuple(n for n in _ROWS if n <= planned.plan.n_batch)
         on_device.upload(0, first, 0)
@@ -104,15 +104,15 @@ def open_tier(tier: TierPlan, planned: PlannedModel, model: Model) -> DeviceTier
         cpu = planned.backend.expert_seconds(planned.file, spec, planned.device, sizes)
         times = ExpertTimes(interpolated(cpu), interpolated(gpu), transfer=float("inf"))
         n_experts = {index: block.n_experts for index, block in layers.items()}
-        made = DeviceTier(on_device, tier.title, n_experts, times, planned.plan.expert_cache is not None)
+        made = DeviceExperts(on_device, device_experts.title, n_experts, times, planned.plan.expert_cache is not None)
         usage = load_usage(usage_key(planned.file), spec.n_layers, max(n_experts.values()))
-        made.fill(usage.most_used([1] * spec.n_layers, tier.n_slots))
+        made.fill(usage.most_used([1] * spec.n_layers, device_experts.n_slots))
     except BaseException:
         with suppress(BackendLost):
             on_device.close()
         raise
-    model.set_expert_tier(made)
-    model.watcher = made.watch(model.watcher)
+    model.set_expert_device(made)
+    model.pass_hook = made.watch(model.pass_hook)
     return made
 
 

@@ -13,7 +13,7 @@ from edgeinfer.engine import Engine, Helpers, Loaded
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.backend_choice import PlannedModel
-from edgeinfer.loading.expert_device import open_tier
+from edgeinfer.loading.expert_device import open_device_experts
 from edgeinfer.loading.ledger import give_back_freed
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading.plan import plan_load, warn_of_dropped
@@ -70,16 +70,16 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     if plan.drafters is not None:
         speculator = _open_drafters(plan.drafters, planned, session)
         opened.callback(speculator.close)
-    experts = _control_experts(model, planned)  # behind what drafters measure, which is no text
+    experts = _control_experts(model, planned)  # after what drafters measure, which is no text
     if experts is not None:
         opened.callback(experts.close)
-    tier = None if plan.tier is None else open_tier(plan.tier, planned, model)
-    if tier is not None:
-        opened.callback(tier.close)
+    device_experts = None if plan.device_experts is None else open_device_experts(plan.device_experts, planned, model)
+    if device_experts is not None:
+        opened.callback(device_experts.close)
     file.unmap()
     give_back_freed()
     loaded = Loaded(file, planned.plan, planned.device, planned.backend.name, plan.ledger)
-    return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, tier))
+    return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts))
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:

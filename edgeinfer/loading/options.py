@@ -70,7 +70,7 @@ def _expert_cache(name: str, value: object) -> object:
 
 
 def _expert_device_bytes(name: str, value: object) -> object:
-    from edgeinfer.offload.tier_size import parse_bytes
+    from edgeinfer.offload.device_experts_size import parse_bytes
 
     return _size(parse_bytes, name, value)
 
@@ -82,7 +82,7 @@ def _budget(name: str, value: object) -> object:
 
 
 def _expert_device(name: str, value: object) -> object:
-    from edgeinfer.offload.tier_size import check_device
+    from edgeinfer.offload.device_experts_size import check_device
 
     check_device(check_text(name, value))
     return value
@@ -209,7 +209,7 @@ class LoadOptions(PlanOptions):
         check=_draft,
         help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",
         text="which drafters propose tokens. Drafts change the speed and never the text; only the native backend "
-        'verifies them. "auto" is the drafters without a model ("suffix", "recycling") and the draft head that this '
+        'verifies them. "auto" is the model-free drafters ("suffix", "recycling") and the draft head that this '
         "package has for the model, if any. A file, or a name as for `load`, adds a draft model, best with the same "
         'vocabulary, or a draft head to these. "none" or None is no drafter. A sequence is exactly the drafters that '
         "it names. A drafter that cannot be used is left out with a RuntimeWarning that says why.",

@@ -1,4 +1,4 @@
-"""What a load will take and what it does without: the model, its drafters and a device, within one limit of memory."""
+"""The plan of a load within a limit of memory: model, drafters, device for experts, and what is reduced to fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgeinfer.common.errors import UnsupportedModel, warn
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import ExpertSizes
 from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
-from edgeinfer.loading.expert_device import TierPlan, plan_tier, with_tier
+from edgeinfer.loading.expert_device import DeviceExpertsPlan, plan_device_experts, with_device_experts
 from edgeinfer.loading.ledger import ledger_of, process_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
@@ -21,9 +21,9 @@ from edgeinfer.memory.fit import (
     DraftPlaces,
     FitSettings,
     Fitting,
-    Knob,
-    Ladder,
+    ReducibleSetting,
     S,
+    SteppedSetting,
     fit,
     least_settings,
     smaller_batches,
@@ -45,29 +45,25 @@ _CHANGING = ("llama.cpp",)  # backends whose text depends on the batch: theirs i
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A load that fits.
-
-    drafters: None where nothing drafts.  tier: None without a device for experts.  limit: of memory.  wanted, settings:
-    what was to be loaded, and what will be.  steps: what is done without, in words.  dropped: drafters that cannot be
-    used, with the reason.
-    """
+    """A load that fits."""
 
     model: PlannedModel
-    drafters: DraftPlan | None
-    tier: TierPlan | None
+    drafters: DraftPlan | None  # None where nothing drafts
+    device_experts: DeviceExpertsPlan | None  # None without a device for experts
     ledger: Ledger
-    limit: Limit
-    wanted: FitSettings
+    limit: Limit  # of memory
+    # requested, settings: what was to be loaded, and what will be
+    requested: FitSettings
     settings: FitSettings
-    steps: Sequence[str]
-    dropped: Mapping[str, str]
+    steps: Sequence[str]  # what was reduced to fit, in words
+    dropped: Mapping[str, str]  # drafters that cannot be used, with the reason
 
     def tell(self) -> None:
-        """Warn of what is done without."""
+        """Warn of what was reduced to fit."""
         if self.drafters is None:
             warn_of_dropped(self.dropped)
         if self.steps:
-            warn(f"{self.limit}, which is too little for all of it: loading with {'; '.join(self.steps)}")
+            warn(f"not enough memory, {self.limit}; reduced: {'; '.join(self.steps)}")
 
     def close(self) -> None:
         """Close the files of drafters."""
@@ -104,7 +100,7 @@ def plan_model(file: ModelFile, options: LoadOptions) -> PlannedModel:
 
 
 def plan_without_drafters(file: ModelFile, options: LoadOptions) -> LoadPlan:
-    """What `edgeinfer.load` would do with nothing that drafts; tells what is done without. Errors as there."""
+    """What `edgeinfer.load` would do without drafters; warns of what was reduced to fit. Errors as there."""
     plan = _Load(Planner(choose_target(file, options), lambda draft: None), options).plan()
     plan.tell()
     return plan
@@ -126,17 +122,17 @@ def _find_drafters(target: Target, options: LoadOptions, draft: Draft, n_tokens:
         return None
     from edgeinfer.speculation.plan import find_drafters
 
-    wanted = (target.rough or target).planned(target.wanted).plan
+    requested = (target.rough or target).planned(target.requested).plan
     n_threads = target.device.n_threads
-    return find_drafters(draft, target.file, n_tokens, wanted, n_threads, options.draft_device, options.draft_max)
+    return find_drafters(draft, target.file, n_tokens, requested, n_threads, options.draft_device, options.draft_max)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan for some settings, and every byte of it. drafters: None where nothing drafts."""
+    """A plan for some settings, and every byte of it."""
 
     model: PlannedModel
-    drafters: DraftPlan | None
+    drafters: DraftPlan | None  # None where nothing drafts
     ledger: Ledger
 
 
@@ -155,7 +151,7 @@ class Planner:
     @cached_property
     def process(self) -> Process:
         """What the process takes, as it is measured at first."""
-        return process_of(self.target, self.choice(self.target.wanted))
+        return process_of(self.target, self.choice(self.target.requested))
 
     def choice(self, settings: LoadSettings) -> DraftChoice | None:
         """What can draft. Raises as `find`."""
@@ -194,74 +190,77 @@ class _Load:
     def __init__(self, planner: Planner, options: LoadOptions) -> None:
         self._planner, self._options = planner, options
         self._target = target = planner.target
-        self._choice = planner.choice(target.wanted)
+        self._choice = planner.choice(target.requested)
         self._limit = limit_of(parse_budget(options.budget), planner.process.resident, target.device.n_threads)
-        self._wanted = FitSettings(**vars(target.wanted))
+        self._requested = FitSettings(**vars(target.requested))
 
     def plan(self) -> LoadPlan:
-        """Raises BudgetExceeded, and what plan_tier raises."""
+        """Raises BudgetExceeded, and what plan_device_experts raises."""
         if self._target.rough is not None:
             self._settled(is_rough=True)  # refuses what cannot fit before anything is measured
         settings = self._settled()
         planned = self._planned(settings)
         model, drafters = planned.model, planned.drafters
-        tier = plan_tier(model, self._options, self._limit.n_bytes - planned.ledger.peak)
-        if tier is not None:
-            model = with_tier(model, tier)
+        device_experts = plan_device_experts(model, self._options, self._limit.n_bytes - planned.ledger.peak)
+        if device_experts is not None:
+            model = with_device_experts(model, device_experts)
         use = replace(model.plan.use, drafters=0 if drafters is None else drafters.n_bytes)
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
-        steps = tuple(_steps(self._target, self._choice, self._wanted, settings))
+        steps = tuple(_steps(self._target, self._choice, self._requested, settings))
         dropped = {} if self._choice is None else self._choice.dropped
-        return LoadPlan(model, drafters, tier, ledger, self._limit, self._wanted, settings, steps, dropped)
+        return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._requested, settings, steps, dropped)
 
     @cached_property
-    def _knobs(self) -> Sequence[Knob]:
-        """What can be done with less of, the least useful first."""
+    def _reducible(self) -> Sequence[ReducibleSetting]:
+        """The settings that can be reduced, the least useful first."""
         target, choice = self._target, self._choice
-        knobs: list[Knob] = []
+        reducible: list[ReducibleSetting] = []
         if choice is not None:
-            knobs += [Ladder("tables", choice.table_steps(target.wanted.n_ctx)), Ladder("places", choice.place_steps())]
-        if target.sizes is not None and target.wanted.expert_cache != target.sizes.least:
-            knobs.append(_cache_knob(target, target.sizes, self._options))
+            reducible += [
+                SteppedSetting("tables", choice.table_steps(target.requested.n_ctx)),
+                SteppedSetting("places", choice.place_steps()),
+            ]
+        if target.sizes is not None and target.requested.expert_cache != target.sizes.least:
+            reducible.append(_reducible_cache(target, target.sizes, self._options))
         if target.backend.name not in _CHANGING:
-            knobs.append(smaller_batches(target.wanted.n_batch))
-        return knobs
+            reducible.append(smaller_batches(target.requested.n_batch))
+        return reducible
 
     def _settled(self, is_rough: bool = False) -> FitSettings:
         fitting = Fitting[FitSettings](lambda of: self._planned(of, is_rough).ledger, self._limit.n_bytes)
-        settings = fit(self._wanted, self._knobs, fitting)
+        settings = fit(self._requested, self._reducible, fitting)
         if settings is not None:
             return settings
-        raise refusal(_sizes_of(self._target.file), least_settings(self._wanted, self._knobs), fitting, self._limit)
+        raise refusal(
+            _sizes_of(self._target.file), least_settings(self._requested, self._reducible), fitting, self._limit
+        )
 
     def _planned(self, settings: FitSettings, is_rough: bool = False) -> Planned:
         return self._planner.planned(settings, settings.tables, settings.places, is_rough)
 
 
 @dataclass(frozen=True)
-class CacheKnob:
-    """The expert cache: what is wanted, None for all experts, or what there is room for.
-
-    measured: bytes that measurements ask for, by the largest size that there is room for; None where nothing does.
-    """
+class ReducibleCache:
+    """The expert cache: what was requested, None for all experts, or what there is room for."""
 
     sizes: ExpertSizes
-    wanted: int | None
+    requested: int | None
+    # bytes that measurements ask for, by the largest size that there is room for; None where nothing does
     measured: Callable[[int], int | None]
 
     def least(self, settings: S) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         return replace(settings, expert_cache=self.sizes.least)
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
-        """See Knob."""
-        wanted, least = replace(settings, expert_cache=self.wanted), self.least(settings)
-        if fitting.fits(wanted):
-            return wanted
+        """See ReducibleSetting."""
+        requested, least = replace(settings, expert_cache=self.requested), self.least(settings)
+        if fitting.fits(requested):
+            return requested
         others = int(fitting.over(least)) + fitting.limit - self.sizes.least  # with the tables of a cache
         largest = largest_cache(self.sizes, fitting.limit, others)
-        n_bytes = fitting_bytes(self.sizes, self.wanted, largest, self.measured(largest))
+        n_bytes = fitting_bytes(self.sizes, self.requested, largest, self.measured(largest))
         found = replace(settings, expert_cache=n_bytes)
         while n_bytes > self.sizes.least and (over := fitting.over(found)) > 0:
             n_bytes = max(n_bytes - max(int(over), n_bytes // 32), self.sizes.least)  # memory comes in large pages
@@ -269,11 +268,11 @@ class CacheKnob:
         return found
 
 
-def _cache_knob(target: Target, sizes: ExpertSizes, options: LoadOptions) -> CacheKnob:
+def _reducible_cache(target: Target, sizes: ExpertSizes, options: LoadOptions) -> ReducibleCache:
     """The expert cache of a model, whose size auto takes from earlier runs."""
     is_auto = parse(options.expert_cache) == AUTO
     search = load_search(search_key(target.file, target.device.n_threads)) if is_auto else CacheSizeSearch()
-    return CacheKnob(sizes, target.wanted.expert_cache, lambda largest: search.next_size(sizes.least, largest))
+    return ReducibleCache(sizes, target.requested.expert_cache, lambda largest: search.next_size(sizes.least, largest))
 
 
 def _sizes_of(file: ModelFile) -> FileSizes:
@@ -283,32 +282,32 @@ def _sizes_of(file: ModelFile) -> FileSizes:
     return FileSizes(file.path, file.n_bytes, sum(info.n_bytes for info in matrices), n_weights)
 
 
-# ---- what is done without, in words ----------------------------------------------------------------------------------
+# ---- what was reduced, in words --------------------------------------------------------------------------------------
 
 
-def _steps(target: Target, choice: DraftChoice | None, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
-    """What the settings have less of than is wanted."""
+def _steps(target: Target, choice: DraftChoice | None, requested: FitSettings, settings: FitSettings) -> Iterator[str]:
+    """What the settings have less of than was requested."""
     if choice is not None:
-        yield from _draft_steps(choice, wanted, settings)
-    if settings.expert_cache is not None and settings.expert_cache != wanted.expert_cache:
+        yield from _draft_steps(choice, requested, settings)
+    if settings.expert_cache is not None and settings.expert_cache != requested.expert_cache:
         assert target.sizes is not None
-        asked = target.sizes.total if wanted.expert_cache is None else wanted.expert_cache
-        rather = f"all experts, {human_bytes(asked)}" if wanted.expert_cache is None else human_bytes(asked)
+        asked = target.sizes.total if requested.expert_cache is None else requested.expert_cache
+        rather = f"all experts, {human_bytes(asked)}" if requested.expert_cache is None else human_bytes(asked)
         yield f"an expert cache of {human_bytes(settings.expert_cache)} rather than {rather}"
-    if settings.n_batch != wanted.n_batch:
-        yield f"batches of {settings.n_batch} tokens rather than {wanted.n_batch}, so prompts take longer"
+    if settings.n_batch != requested.n_batch:
+        yield f"batches of {settings.n_batch} tokens rather than {requested.n_batch}, so prompts take longer"
 
 
-def _draft_steps(choice: DraftChoice, wanted: FitSettings, settings: FitSettings) -> Iterator[str]:
+def _draft_steps(choice: DraftChoice, requested: FitSettings, settings: FitSettings) -> Iterator[str]:
     """The same of drafters."""
-    n_ctx = wanted.n_ctx
-    if settings.tables is None and choice.free:
+    n_ctx = requested.n_ctx
+    if settings.tables is None and choice.model_free:
         least = choice.table_bytes(n_ctx, choice.table_steps(n_ctx)[-2])
-        yield f"no {' and '.join(choice.free)} drafts, which need {human_bytes(least)} to be of use"
-    elif settings.tables != wanted.tables:
-        tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, wanted)]
+        yield f"no {' and '.join(choice.model_free)} drafts, which need {human_bytes(least)} to be of use"
+    elif settings.tables != requested.tables:
+        tables = [human_bytes(choice.table_bytes(n_ctx, each.tables)) for each in (settings, requested)]
         yield f"draft tables of {tables[0]} rather than {tables[1]}"
-    if choice.file is not None and settings.places != wanted.places:
+    if choice.file is not None and settings.places != requested.places:
         what = "draft head" if choice.file_name == "head" else "draft model"
         where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.places]
         yield f"no {what}{where} ({choice.file.path.name})"

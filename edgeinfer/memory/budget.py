@@ -24,18 +24,14 @@ Purpose: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes of one purpose, or of a part of it.
+    """Bytes of one purpose, or of a part of it."""
 
-    purpose: "process" is the interpreter and its libraries, "window" the KV cache of layers with a sliding window.
-    planned: before anything is loaded.  taken: what is held now, None before that is known.  is_mapped: pages of a
-    file, which the system may take back and read again.  detail: which part, as "rows" of the drafters, "" for it all.
-    """
-
+    # "process" is the interpreter and its libraries, "window" the KV cache of layers with a sliding window
     purpose: Purpose
-    planned: int
-    taken: int | None = None
-    is_mapped: bool = False
-    detail: str = ""
+    planned: int  # before anything is loaded
+    taken: int | None = None  # what is held now, None before that is known
+    is_mapped: bool = False  # pages of a file, which the system may take back and read again
+    detail: str = ""  # which part, as "rows" of the drafters, "" for it all
 
     @property
     def name(self) -> str:
@@ -45,17 +41,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a model takes, by purpose. All sizes are in bytes.
-
-    loading: the most that is held above `planned` while it loads.  taken: resident memory of the process and of those
-    that work for it, None before anything is loaded.  peak_taken: the most that it ever was, None where the system
-    does not tell.
-    """
+    """What a model takes, by purpose. All sizes are in bytes."""
 
     items: tuple[Item, ...]
-    loading: int = 0
+    loading: int = 0  # the most that is held above `planned` while it loads
+    # resident memory of the process and of those that work for it, None before anything is loaded
     taken: int | None = None
-    peak_taken: int | None = None
+    peak_taken: int | None = None  # the most that it ever was, None where the system does not tell
 
     @property
     def planned(self) -> int:

@@ -1,9 +1,9 @@
-"""What fits into a limit of memory: settings with less of some things, in a fixed order. Pure: plans are numbers.
+"""Fits the settings of a load into a limit of memory: reduces some, in a fixed order. Pure: plans are numbers.
 
-A load gives up the least useful first: draft tables become smaller, a draft model or a head is left out, the expert
-cache becomes smaller, and last the batch. None of them changes the text. Where a step makes the plan fit, what was
-given up before it comes back as far as there is room. What a caller would notice, as a shorter context or a smaller
-cache type, is only proposed or listed.
+The least useful is reduced first: draft tables shrink, a draft model or a head is left out, the expert cache shrinks,
+and last the batch. None of them changes the output. Once the plan fits, what was reduced before the last step grows
+again as far as there is room. What a caller would notice, such as a shorter context or a smaller cache type, is only
+proposed or listed.
 """
 
 from __future__ import annotations
@@ -23,22 +23,20 @@ S = TypeVar("S", bound=LoadSettings)
 
 @dataclass(frozen=True)
 class FitSettings(LoadSettings):
-    """The settings of a load, and what its drafters have less of than they want.
+    """The settings of a load, and how far those of its drafters are reduced."""
 
-    tables: draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such
-    drafters.  places: where a draft model or a head may run: everywhere, on the CPU and on devices with memory of their
-    own, only on these, or nowhere.
-    """
-
+    # draft tables of 1 / 2**tables of their full size, each at least as large as is of use; None for no such drafters
     tables: int | None = 0
+    # where a draft model or a head may run: everywhere, on the CPU and on devices with memory of their own, only on
+    # these, or nowhere
     places: DraftPlaces = "all"
 
 
-class Knob(Protocol):
-    """One setting that a load can do with less of."""
+class ReducibleSetting(Protocol):
+    """A setting that a load can reduce."""
 
     def least(self, settings: S) -> S:
-        """The settings with as little of it as a load can do with."""
+        """The settings with the least of it that a load can run with."""
         ...
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
@@ -66,18 +64,18 @@ class Fitting(Generic[S]):
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """A setting with a few values, the best one first. field: of the settings."""
+class SteppedSetting:
+    """A setting with a few values, the best one first."""
 
-    field: str
+    field: str  # of the settings
     values: Sequence[Any]
 
     def least(self, settings: S) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         return self._with(settings, self.values[-1])
 
     def best(self, settings: S, fitting: Fitting[S]) -> S:
-        """See Knob."""
+        """See ReducibleSetting."""
         each = (self._with(settings, value) for value in self.values)
         return next(one for one in each if one == self.least(settings) or fitting.fits(one))
 
@@ -85,33 +83,33 @@ class Ladder:
         return replace(settings, **{self.field: value})
 
 
-def smaller_batches(n_batch: int) -> Ladder:
+def smaller_batches(n_batch: int) -> SteppedSetting:
     """The batch, halved down to the least."""
     values = [n_batch]
     while values[-1] > LEAST_BATCH:
         values.append(max(values[-1] // 2, LEAST_BATCH))
-    return Ladder("n_batch", values)
+    return SteppedSetting("n_batch", values)
 
 
-def least_settings(wanted: S, knobs: Sequence[Knob]) -> S:
+def least_settings(requested: S, reducible: Sequence[ReducibleSetting]) -> S:
     """The settings with the least of everything."""
-    for knob in knobs:
-        wanted = knob.least(wanted)
-    return wanted
+    for setting in reducible:
+        requested = setting.least(requested)
+    return requested
 
 
-def fit(wanted: S, knobs: Sequence[Knob], fitting: Fitting[S]) -> S | None:
-    """The settings to load with, those that are wanted if they fit; None where not even the least of everything does.
+def fit(requested: S, reducible: Sequence[ReducibleSetting], fitting: Fitting[S]) -> S | None:
+    """The settings to load with, those requested if they fit; None where not even the least of everything does.
 
-    knobs: in the order in which things are given up.
+    reducible: in the order in which they are reduced.
     """
-    if fitting.fits(wanted):
-        return wanted
-    settings = wanted
-    for n, knob in enumerate(knobs, start=1):
-        settings = knob.least(settings)
+    if fitting.fits(requested):
+        return requested
+    settings = requested
+    for n, setting in enumerate(reducible, start=1):
+        settings = setting.least(settings)
         if fitting.fits(settings):
-            for turned in reversed(knobs[:n]):
+            for turned in reversed(reducible[:n]):
                 settings = turned.best(settings, fitting)
             return settings
     return None

@@ -1,4 +1,4 @@
-"""How much memory a load may take: what was asked for with a budget, or what is free less a margin."""
+"""How much memory a load may take: the budget, or what is free less a margin."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ LEAST_MARGIN, MOST_MARGIN = 32 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class Limit:
-    """Most bytes that this process may hold, those that it holds already among them.
-
-    free: what it could hold at most.  is_asked: a budget says so, and not what is free.
-    """
+    """Most bytes that this process may hold, those that it holds already among them."""
 
     n_bytes: int
-    free: int
-    is_asked: bool = True
+    free: int  # what it could hold at most
+    is_asked: bool = True  # a budget says so, and not what is free
 
     def __str__(self) -> str:
         if self.is_asked:

@@ -10,13 +10,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """Resident bytes of the process when a load is planned, and what its libraries take at their first use.
+    """Resident bytes of the process when a load is planned, and what its libraries take at their first use."""
 
-    resident: now, all imports that a load needs being done.  growth: pages of code that come with the first pass.
-    """
-
-    resident: int
-    growth: int
+    resident: int  # now, all imports that a load needs being done
+    growth: int  # pages of code that come with the first pass
 
     @property
     def planned(self) -> int:

@@ -22,10 +22,11 @@ _ESTIMATE = 0.95  # of the file that would just fit: which matrices have which f
 
 @dataclass(frozen=True)
 class FileSizes:
-    """A model file. n_bytes: of all of it.  weight_bytes, n_weights: of its matrices."""
+    """A model file."""
 
     path: Path
-    n_bytes: int
+    n_bytes: int  # of all of it
+    # weight_bytes, n_weights: of its matrices
     weight_bytes: int
     n_weights: int
 

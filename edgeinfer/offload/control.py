@@ -1,4 +1,4 @@
-"""What is decided about the experts of a loaded model while it runs: told of each pass, it sets prefetch and learns."""
+"""Controls the experts of a loaded model while it runs: gets the figures of each pass, sets prefetch, counts uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher, chained
+from edgeinfer.backends.base import PassHook, chained
 from edgeinfer.common.other_work import LoadMeter, MachineClock
 from edgeinfer.common.types import ExpertSizes
 from edgeinfer.models.gguf import ModelFile
@@ -26,13 +26,10 @@ _MOST_OF_OTHERS = 0.25  # cores that others may use while passes count
 
 
 class ExpertCache(Protocol):
-    """The experts of a loaded model, of which a cache holds some; layers are those of the model.
+    """The experts of a loaded model, of which a cache holds some; layers are those of the model."""
 
-    n_bytes: of the cache.  record_bytes: by layer, of an expert in memory, 0 for a layer without experts.
-    """
-
-    n_bytes: int
-    record_bytes: Sequence[int]
+    n_bytes: int  # of the cache
+    record_bytes: Sequence[int]  # by layer, of an expert in memory, 0 for a layer without experts
 
     def stats(self) -> StoreStats:
         """What the cache did since it was made."""
@@ -43,7 +40,7 @@ class ExpertCache(Protocol):
         ...
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """A layer will probably want these, the most probable first."""
+        """A layer will probably need these, the most probable first."""
         ...
 
     def warm(self, experts: Sequence[tuple[int, int]]) -> None:
@@ -64,15 +61,15 @@ class PrefetchingCache(ExpertCache, Protocol):
         ...
 
     def predictions(self) -> Sequence[tuple[int, int]]:
-        """By layer, how many experts were predicted, and how many of these were wanted."""
+        """By layer, how many experts were predicted, and how many of these were needed."""
         ...
 
 
 @runtime_checkable
 class ExpertModel(Protocol):
-    """A loaded model that may have an expert cache. watcher: see backends.base.Watcher."""
+    """A loaded model that may have an expert cache."""
 
-    watcher: Watcher | None
+    pass_hook: PassHook | None
 
     @property
     def expert_cache(self) -> ExpertCache | None:
@@ -154,7 +151,7 @@ class ExpertControl:
         return reads_of(self._cache.stats(), self._cache.n_bytes, self._n_threads)
 
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
-        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
+        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.PassHook."""
         if self._cache is None:
             return forward()
         if self._pressure is not None:
@@ -224,6 +221,6 @@ def control_experts(model: object, file: ModelFile, sizes: ExpertSizes, n_thread
     if not isinstance(model, ExpertModel) or (cache := model.expert_cache) is None:
         return None
     control = ExpertControl(cache, sizes, n_threads, (usage_key(file), search_key(file, n_threads)))
-    model.watcher = chained(model.watcher, control.run)
+    model.pass_hook = chained(model.pass_hook, control.run)
     control.begin()
     return control

@@ -13,17 +13,14 @@ _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_\w*_exps\.weight")
 
 @dataclass(frozen=True)
 class FileExperts:
-    """Experts of a file, in bytes of the file.
-
-    n_experts, n_used: of a layer, and those that a token uses.  expert_bytes: of one expert in the layers with the
-    smallest and the largest ones.  token_bytes: of all that one token uses.
-    """
+    """Experts of a file, in bytes of the file."""
 
     n_layers: int
+    # n_experts, n_used: of a layer, and those that a token uses
     n_experts: int
     n_used: int
-    expert_bytes: tuple[int, int]
-    token_bytes: int
+    expert_bytes: tuple[int, int]  # of one expert in the layers with the smallest and the largest ones
+    token_bytes: int  # of all that one token uses
     total_bytes: int
 
 

@@ -20,45 +20,39 @@ from edgeinfer.common.errors import InvalidArgument
 _CLEARLY = 1.5  # times as large a score is worth a transfer while the link is idle
 
 Seconds = Callable[[int], float]  # of one expert, by the number of rows
-Wanted = tuple[int, Sequence[int], Sequence[float]]  # a layer, and its experts with a score for each
+LayerScores = tuple[int, Sequence[int], Sequence[float]]  # a layer, and its experts with a score for each
 
 
 @dataclass(frozen=True)
 class ExpertTimes:
-    """Measured seconds. cpu, gpu: to compute one expert, by its rows.  transfer: to move one from memory to the GPU.
-    read: to bring one from disk into memory.
-    """
+    """Measured seconds."""
 
+    # cpu, gpu: to compute one expert, by its rows
     cpu: Seconds
     gpu: Seconds
-    transfer: float
-    read: float = 0.0
+    transfer: float  # to move one from memory to the GPU
+    read: float = 0.0  # to bring one from disk into memory
 
 
 @dataclass(frozen=True)
-class WantedExpert:
-    """An expert that a layer needs now.
-
-    rows: that want it.  on_gpu, in_memory: where it is held; on disk it always is.
-    """
+class NeededExpert:
+    """An expert that a layer needs now."""
 
     expert: int
-    rows: int
+    rows: int  # that need it
+    # on_gpu, in_memory: where it is held; on disk it always is
     on_gpu: bool = False
     in_memory: bool = True
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Who computes what in a layer, by index of expert, each in the order in which it is to be begun.
-
-    gpu: with those that are moved there.  transfers: these.  cpu_seconds, gpu_seconds: when either is expected to be
-    done.
-    """
+    """Who computes what in a layer, by index of expert, each in the order in which it is to be begun."""
 
     cpu: tuple[int, ...]
-    gpu: tuple[int, ...]
-    transfers: tuple[int, ...]
+    gpu: tuple[int, ...]  # with those that are moved there
+    transfers: tuple[int, ...]  # these
+    # cpu_seconds, gpu_seconds: when either is expected to be done
     cpu_seconds: float
     gpu_seconds: float
 
@@ -88,30 +82,30 @@ def interpolated(measured: Mapping[int, float]) -> Seconds:
     return seconds
 
 
-def assign_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def assign_held(needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """Who computes which of a layer's experts, where nothing can be moved to the GPU within a layer.
 
     The time to decide is linear in the experts. Of what the GPU holds, those with the fewest rows go to the CPU as long
     as that lets the layer end sooner: rows slow the GPU down less. What is not in memory stays with the GPU.
     """
-    held = sorted((of for of in wanted if of.on_gpu), key=lambda of: (of.rows, of.expert))
+    held = sorted((of for of in needed if of.on_gpu), key=lambda of: (of.rows, of.expert))
     on_gpu = frozenset(of.expert for of in held)
-    cpu = sum(times.cpu(of.rows) for of in wanted if not of.on_gpu)
+    cpu = sum(times.cpu(of.rows) for of in needed if not of.on_gpu)
     gpu = sum(times.gpu(of.rows) for of in held)
     for of in held:
         moved_cpu, moved_gpu = cpu + times.cpu(of.rows), gpu - times.gpu(of.rows)
         if of.in_memory and max(moved_cpu, moved_gpu) < max(cpu, gpu):
             cpu, gpu, on_gpu = moved_cpu, moved_gpu, on_gpu - {of.expert}
-    return timed(on_gpu, wanted, times)
+    return timed(on_gpu, needed, times)
 
 
-def timed(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def timed(on_gpu: frozenset[int], needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """The assignment in which the GPU computes these experts, with the times that it takes.
 
     Reads from disk come one after the other, those for the GPU first: they have the longer way. The GPU begins with
     what it holds, the CPU with what is in memory.
     """
-    most_rows = sorted(wanted, key=lambda of: (-of.rows, of.expert))
+    most_rows = sorted(needed, key=lambda of: (-of.rows, of.expert))
     moved = [of for of in most_rows if of.expert in on_gpu and not of.on_gpu]
     held = [of for of in most_rows if of.expert in on_gpu and of.on_gpu]
     left = [of for of in reversed(most_rows) if of.expert not in on_gpu]
@@ -130,7 +124,7 @@ def timed(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertT
     return Assignment(_names(near + far), _names(held + moved), _names(moved), cpu, gpu)
 
 
-def _names(experts: Sequence[WantedExpert]) -> tuple[int, ...]:
+def _names(experts: Sequence[NeededExpert]) -> tuple[int, ...]:
     return tuple(of.expert for of in experts)
 
 
@@ -165,14 +159,14 @@ class GpuCache:
         return [(int(layer), int(expert)) for layer, expert in new]
 
     def observe(self, layer: int, experts: Sequence[int], scores: Sequence[float] | None = None) -> None:
-        """A pass wanted these experts of a layer. scores: by how much, such as the sum of the router's weights, None
+        """A pass needed these experts of a layer. scores: by how much, such as the sum of the router's weights, None
         for 1 each.
         """
         of_layer = self._scores[layer]
         of_layer *= self._memory
         of_layer[list(experts)] += (1 - self._memory) * (1.0 if scores is None else np.asarray(scores))
 
-    def observe_pass(self, layers: Sequence[Wanted]) -> None:
+    def observe_pass(self, layers: Sequence[LayerScores]) -> None:
         """The same of a whole pass, each layer once: its index, its experts, and the score of each."""
         rows = np.array([layer for layer, _, _ in layers])
         self._scores[rows] *= self._memory

@@ -1,7 +1,7 @@
 """Which experts a cache evicts, simulated on recorded routing.
 
-All experts count as equally large. A cache is told the layers of each pass in order, with the experts that they want;
-an expert that is wanted now is never evicted for another one of the same layer.
+All experts count as equally large. A cache gets the layers of each pass in order, with the experts that they need;
+an expert that is needed now is never evicted for another one of the same layer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NEVER = 1 << 62
 class CachePolicy(Protocol):
     """A cache of experts with a rule of eviction."""
 
-    def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    def begin(self, number: int, layer: int, needed: Sequence[int]) -> list[tuple[int, int]]:
         """Have these experts of a layer in the cache; gives the (layer, expert) that were evicted, in order.
 
-        number: of the pass, ascending.  wanted: each once.
+        number: of the pass, ascending.  needed: each once.
         """
         ...
 
@@ -35,7 +35,7 @@ class CachePolicy(Protocol):
 
 
 class LeastRecent(CachePolicy):
-    """Evicts what was wanted the longest time ago (LRU). capacity: experts."""
+    """Evicts what was needed the longest time ago (LRU). capacity: experts."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -46,9 +46,9 @@ class LeastRecent(CachePolicy):
         return (layer, expert) in self._held
 
     @override
-    def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    def begin(self, number: int, layer: int, needed: Sequence[int]) -> list[tuple[int, int]]:
         missing = []
-        for expert in wanted:
+        for expert in needed:
             if self.holds(layer, expert):
                 self._held.move_to_end((layer, expert))
             else:
@@ -62,20 +62,20 @@ class LeastRecent(CachePolicy):
 
 
 class PassRecency(CachePolicy):
-    """Evicts what was not wanted the largest number of times that its layer was computed since its last use, as the
+    """Evicts what was not needed the largest number of times that its layer was computed since its last use, as the
     native expert store does.
 
     Of equals it is the one of the layer that comes last in the cycle of layers from the present one on, so the layer
     that has just passed; and in a layer the expert with the lowest index. Plain LRU evicts in the order of layers: with
-    a cache smaller than what one token wants it has evicted each expert just before it is wanted again.
+    a cache smaller than what one token needs it has evicted each expert just before it is needed again.
     capacity: experts.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._last: dict[tuple[int, int], int] = {}  # pass that last wanted it
+        self._last: dict[tuple[int, int], int] = {}  # pass that last needed it
         self._passes: deque[int] = deque()  # ascending, with those that have an entry in _layers
-        self._layers: dict[int, int] = {}  # by pass: one bit for each layer with experts last wanted then
+        self._layers: dict[int, int] = {}  # by pass: one bit for each layer with experts last needed then
         self._experts: dict[tuple[int, int], int] = {}  # by pass and layer: one bit for each of them
 
     @override
@@ -83,9 +83,9 @@ class PassRecency(CachePolicy):
         return (layer, expert) in self._last
 
     @override
-    def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
-        missing = [expert for expert in wanted if not self.holds(layer, expert)]
-        for expert in wanted:
+    def begin(self, number: int, layer: int, needed: Sequence[int]) -> list[tuple[int, int]]:
+        missing = [expert for expert in needed if not self.holds(layer, expert)]
+        for expert in needed:
             if self.holds(layer, expert):
                 self._forget(layer, expert)
                 self._note(number, layer, expert)
@@ -127,7 +127,7 @@ class PassRecency(CachePolicy):
 
 
 class Farthest(CachePolicy):
-    """Evicts what will be wanted last (Belady, IBM Systems Journal 5(2), 1966): no policy has more hits.
+    """Evicts what will be needed last (Belady, IBM Systems Journal 5(2), 1966): no policy has more hits.
 
     It knows the routing, which begin must be told from its first pass on.  capacity: experts.
     """
@@ -136,8 +136,8 @@ class Farthest(CachePolicy):
         self._capacity = capacity
         self._now = -1
         self._uses: dict[tuple[int, int], list[int]] = defaultdict(list)  # the next one last
-        for time, (layer, wanted) in enumerate(_steps(routing)):
-            for expert in wanted:
+        for time, (layer, needed) in enumerate(_steps(routing)):
+            for expert in needed:
                 self._uses[layer, expert].append(time)
         for uses in self._uses.values():
             uses.reverse()
@@ -149,14 +149,14 @@ class Farthest(CachePolicy):
         return (layer, expert) in self._next
 
     @override
-    def begin(self, number: int, layer: int, wanted: Sequence[int]) -> list[tuple[int, int]]:
+    def begin(self, number: int, layer: int, needed: Sequence[int]) -> list[tuple[int, int]]:
         self._now += 1
-        for expert in wanted:  # what is wanted now is no candidate
+        for expert in needed:  # what is needed now is no candidate
             self._next.pop((layer, expert), None)
         evicted = []
-        while self._next and len(self._next) + len(wanted) > self._capacity:
+        while self._next and len(self._next) + len(needed) > self._capacity:
             evicted.append(self._pop())
-        for expert in wanted:
+        for expert in needed:
             uses = self._uses[layer, expert]
             while uses and uses[-1] <= self._now:
                 uses.pop()
@@ -174,40 +174,40 @@ class Farthest(CachePolicy):
 
 @dataclass(frozen=True)
 class HitCounts:
-    """Experts that passes wanted, and how many of them were in the cache."""
+    """Experts that passes needed, and how many of them were in the cache."""
 
-    wanted: int
+    needed: int
     hits: int
 
     @property
     def hit_rate(self) -> float:
-        """Hits over wanted ones, 1 where nothing was wanted."""
-        return self.hits / self.wanted if self.wanted else 1.0
+        """Hits over needed ones, 1 where nothing was needed."""
+        return self.hits / self.needed if self.needed else 1.0
 
 
 def count_hits(routing: Routing, cache: CachePolicy) -> HitCounts:
-    """What an empty cache would have held when it was wanted, by the tokens behind the prompt.
+    """What an empty cache would have held when it was needed, by the tokens after the prompt.
 
-    The prompt fills the cache and is not counted; what a pass wants of a layer counts once.
+    The prompt fills the cache and is not counted; what a pass needs of a layer counts once.
     """
-    wanted = hits = 0
+    needed = hits = 0
     for number, (is_prompt, layers) in enumerate(routing.passes()):
         for layer, experts in enumerate(layers):
             if not is_prompt:
-                wanted += len(experts)
+                needed += len(experts)
                 hits += sum(cache.holds(layer, expert) for expert in experts)
             cache.begin(number, layer, experts)
-    return HitCounts(wanted, hits)
+    return HitCounts(needed, hits)
 
 
 def hit_rates(routing: Routing, capacity: int) -> dict[str, float]:
     """Hit rates of LRU, of the store's policy and of the best one that there can be ("lru", "ours", "belady").
 
-    capacity: experts. Raises InvalidArgument where a pass wants more of a layer than that.
+    capacity: experts. Raises InvalidArgument where a pass needs more of a layer than that.
     """
     widest = max((len(experts) for _, layers in routing.passes() for experts in layers), default=0)
     if capacity < widest:
-        raise InvalidArgument(f"a cache of {capacity} experts is too small: one pass wants {widest} of a layer")
+        raise InvalidArgument(f"a cache of {capacity} experts is too small: one pass needs {widest} of a layer")
     caches: dict[str, CachePolicy] = {
         "lru": LeastRecent(capacity),
         "ours": PassRecency(capacity),
@@ -217,5 +217,5 @@ def hit_rates(routing: Routing, capacity: int) -> dict[str, float]:
 
 
 def _steps(routing: Routing) -> list[tuple[int, list[int]]]:
-    """(layer, wanted) of all passes in the order in which they are asked for."""
-    return [(layer, wanted) for _, layers in routing.passes() for layer, wanted in enumerate(layers)]
+    """(layer, needed) of all passes in the order in which they are asked for."""
+    return [(layer, needed) for _, layers in routing.passes() for layer, needed in enumerate(layers)]

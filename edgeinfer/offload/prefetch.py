@@ -1,6 +1,6 @@
 """Whether experts are read ahead, and how many: Fate (Fang et al., arXiv:2502.12224), as far as it is measured to help.
 
-A layer's router applied to the input of the layer before tells which experts will probably be wanted. To read them then
+A layer's router applied to the input of the layer before tells which experts will probably be needed. To read them then
 hides the wait for the disk, but a wrong guess costs a read and a place in the cache. So reading ahead begins switched
 off, is tried in short windows beside windows without it, and stays only where passes are faster with it. What all
 trials together may lose is bounded by a ledger.
@@ -32,14 +32,12 @@ _LEAST_PREDICTED = 32  # experts of a layer before their precision says somethin
 
 @dataclass(frozen=True)
 class WindowStats:
-    """What an expert cache did in the passes of a window.
+    """What an expert cache did in the passes of a window."""
 
-    issued, useful: by layer, experts that were read ahead, and those of them that were wanted.  waited_share,
-    busy_share: of the time, in which passes waited for the disk, and in which it read.
-    """
-
+    # issued, useful: by layer, experts that were read ahead, and those of them that were needed
     issued: Sequence[int]
     useful: Sequence[int]
+    # waited_share, busy_share: of the time, in which passes waited for the disk, and in which it read
     waited_share: float
     busy_share: float
 
@@ -73,7 +71,7 @@ class _Trial:
 
 
 class PrefetchControl:
-    """How many experts of each layer are read ahead. It is told the time of each pass, and of each window what the
+    """How many experts of each layer are read ahead. It gets the time of each pass, and for each window what the
     cache did; the same figures always give the same answers.
 
     n_used: experts of a token in a layer.  level: of LEVELS, 0 for off.
@@ -101,11 +99,11 @@ class PrefetchControl:
         return [0 if left or guess else n for left, guess in zip(self._left_out, self._is_guessed, strict=True)]
 
     def tell_predictions(self, counts: Sequence[tuple[int, int]]) -> None:
-        """Take into account, by layer, how many experts were predicted so far, and how many of them were wanted.
+        """Take into account, by layer, how many experts were predicted so far, and how many of them were needed.
 
         A layer in which most predictions are wrong is not read ahead, and need not be tried.
         """
-        self._is_guessed = [n >= _LEAST_PREDICTED and wanted < PRECISION * n for n, wanted in counts]
+        self._is_guessed = [n >= _LEAST_PREDICTED and needed < PRECISION * n for n, needed in counts]
 
     def after_pass(self, seconds: float, n_rows: int) -> bool:
         """Take a pass into account; gives whether a window is over, so that `end_window` is to be called.

@@ -26,12 +26,12 @@ _SHRINK, _GROW = 8, 32  # parts of the planned size: one of them is the least th
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """What a machine says of its memory. available, total: bytes.  stalled: seconds since it started in which at least
-    one task waited for memory; 0 where the system does not count them.
-    """
+    """What a machine says of its memory."""
 
+    # available, total: bytes
     available: int
     total: int
+    # seconds since it started in which at least one task waited for memory; 0 where the system does not count them
     stalled: float = 0.0
 
     @property
@@ -42,9 +42,9 @@ class MachineMemory:
 
 @runtime_checkable
 class ResizableCache(Protocol):
-    """An expert cache that can give memory back. n_bytes: as planned."""
+    """An expert cache that can give memory back."""
 
-    n_bytes: int
+    n_bytes: int  # as planned
 
     def resize(self, n_bytes: int) -> int:
         """Use so many bytes from now on, as near as slots allow; gives how many those are."""
@@ -90,9 +90,9 @@ class MemoryPressure:
             self._resize(min(self.n_bytes + min(self._cache.n_bytes // _GROW, room), self._cache.n_bytes))
 
     def _give_back(self, memory: MachineMemory) -> None:
-        wanted = max(memory.floor - memory.available, self._cache.n_bytes // _SHRINK)
+        needed = max(memory.floor - memory.available, self._cache.n_bytes // _SHRINK)
         before = self.n_bytes
-        self._resize(self.n_bytes - wanted)
+        self._resize(self.n_bytes - needed)
         if self.n_bytes < before and not self.has_given_back:
             self.has_given_back = True
             warn(

@@ -12,7 +12,7 @@ class LayerStats(Protocol):
 
     @property
     def lookups(self) -> int:
-        """Experts that passes wanted."""
+        """Experts that passes needed."""
         ...
 
     @property
@@ -32,7 +32,7 @@ class LayerStats(Protocol):
 
     @property
     def useful(self) -> int:
-        """Of these, wanted before they were evicted."""
+        """Of these, needed before they were evicted."""
         ...
 
     @property
@@ -62,26 +62,22 @@ class StoreStats(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertReads:
-    """Figures of an expert cache over some passes.
+    """Figures of an expert cache over some passes."""
 
-    cache_bytes: its size.  wanted: experts that passes wanted, each once in a layer of a pass.  hits: those that were
-    in memory.  bytes_read: from disk.  prefetches, useful: experts that were read ahead, and those of them that were
-    wanted.  waited_seconds: of a thread that computes, on average.  busy_seconds: in which the disk read.
-    """
-
-    cache_bytes: int
-    wanted: int = 0
-    hits: int = 0
-    bytes_read: int = 0
+    cache_bytes: int  # its size
+    needed: int = 0  # experts that passes needed, each once in a layer of a pass
+    hits: int = 0  # those that were in memory
+    bytes_read: int = 0  # from disk
+    # prefetches, useful: experts that were read ahead, and those of them that were needed
     prefetches: int = 0
     useful: int = 0
-    waited_seconds: float = 0.0
-    busy_seconds: float = 0.0
+    waited_seconds: float = 0.0  # of a thread that computes, on average
+    busy_seconds: float = 0.0  # in which the disk read
 
     @property
     def hit_rate(self) -> float:
-        """Hits over wanted ones, 1 where nothing was wanted."""
-        return self.hits / self.wanted if self.wanted else 1.0
+        """Hits over needed ones, 1 where nothing was needed."""
+        return self.hits / self.needed if self.needed else 1.0
 
     def since(self, before: ExpertReads) -> ExpertReads:
         """What was added since other figures of the same cache."""

@@ -15,17 +15,12 @@ NONE = -1  # no expert, where a layer was not run for a token
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts that tokens used, and how the tokens were cut into passes.
+    """The experts that tokens used, and how the tokens were cut into passes."""
 
-    chosen: (n_tokens, n_layers, n_used) int32, NONE where a layer was not run for a token.  n_experts: of a layer.
-    n_prompt: tokens of the prompt, the first ones.  pass_lengths: tokens of each pass, None where each is one of its
-    own.
-    """
-
-    chosen: NDArray[np.int32]
-    n_experts: int
-    n_prompt: int = 0
-    pass_lengths: Sequence[int] | None = None
+    chosen: NDArray[np.int32]  # (n_tokens, n_layers, n_used) int32, NONE where a layer was not run for a token
+    n_experts: int  # of a layer
+    n_prompt: int = 0  # tokens of the prompt, the first ones
+    pass_lengths: Sequence[int] | None = None  # tokens of each pass, None where each is one of its own
 
     def __post_init__(self) -> None:
         if self.chosen.ndim != 3:
@@ -46,7 +41,7 @@ class Routing:
         return int(self.chosen.shape[1])
 
     def passes(self) -> Iterator[tuple[bool, list[list[int]]]]:
-        """Of each pass: whether it is of the prompt, and by layer the experts that its rows want, ascending."""
+        """Of each pass: whether it is of the prompt, and by layer the experts that its rows need, ascending."""
         first = 0
         for length in [1] * self.n_tokens if self.pass_lengths is None else self.pass_lengths:
             rows = self.chosen[first : first + length]

@@ -94,5 +94,5 @@ def load_usage(key: str, n_layers: int, n_experts: int) -> ExpertUsage:
 
 
 def save_usage(key: str, usage: ExpertUsage) -> None:
-    """Keep the counts, whole or not at all. Where nothing can be written, the next load begins cold."""
+    """Keep the counts, written atomically. Where nothing can be written, the next load begins cold."""
     write_record(record_folder("expert-usage"), key, usage.as_record())

@@ -24,12 +24,12 @@ SpeedOf = Callable[[LoadSettings, Planned], Speed]
 
 @dataclass(frozen=True)
 class Fitted:
-    """Settings whose planned peak is within a budget.  changes_text: the cache type rounds keys and values."""
+    """Settings whose planned peak is within a budget."""
 
     settings: LoadSettings
     peak: int
     speed: Speed
-    changes_text: bool
+    changes_text: bool  # the cache type rounds keys and values
 
     @property
     def expected(self) -> float:
@@ -38,14 +38,14 @@ class Fitted:
         return max(self.speed.tokens_per_second, 0.0 if drafted is None else drafted.tokens_per_second)
 
 
-def fitting(planner: Planner, wanted: LoadSettings, budget: int, speed_of: SpeedOf) -> list[Fitted]:
+def fitting(planner: Planner, requested: LoadSettings, budget: int, speed_of: SpeedOf) -> list[Fitted]:
     """For each cache type, drafter, batch and expert cache the longest context that fits, best first.
 
-    Best is BEST; of settings that are equal in all of it the one with the larger batch. What is no better than another
-    in anything is left out.
+    Best is BEST; of settings that are equal in all of it the one with the larger batch. A setting nowhere better
+    than another one is left out.
     """
     found = []
-    for settings in _choices(planner, wanted):
+    for settings in _choices(planner, requested):
         longest = _longest_context(planner, settings, budget)
         if longest is not None:
             planned = planner.planned(longest)
@@ -55,14 +55,14 @@ def fitting(planner: Planner, wanted: LoadSettings, budget: int, speed_of: Speed
     return [fit for i, fit in enumerate(found) if not any(_is_no_worse(other, fit) for other in found[:i])]
 
 
-def by_budget(planner: Planner, wanted: LoadSettings, speed_of: SpeedOf) -> list[Fitted]:
-    """With the context and the cache type that are wanted: what each larger budget gains in expected speed.
+def by_budget(planner: Planner, requested: LoadSettings, speed_of: SpeedOf) -> list[Fitted]:
+    """With the context and the cache type that were requested: what each larger budget gains in expected speed.
 
     The least memory first; whatever takes more memory is faster.
     """
     found = []
-    for settings in _choices(planner, wanted):
-        if settings.cache_type == wanted.cache_type:
+    for settings in _choices(planner, requested):
+        if settings.cache_type == requested.cache_type:
             planned = planner.planned(settings)
             changes_text = settings.cache_type != "f16"
             found.append(Fitted(settings, planned.ledger.peak, speed_of(settings, planned), changes_text))
@@ -88,16 +88,16 @@ def _is_no_worse(other: Fitted, fit: Fitted) -> bool:
     return all(theirs >= own for theirs, own in pairs)
 
 
-def _choices(planner: Planner, wanted: LoadSettings) -> Iterator[LoadSettings]:
-    """The settings to try, but for the context: the wanted drafters and fewer, all experts in memory and caches."""
-    drafts = dict.fromkeys([wanted.draft, *(["auto"] if wanted.draft != "none" else []), "none"])
+def _choices(planner: Planner, requested: LoadSettings) -> Iterator[LoadSettings]:
+    """The settings to try, but for the context: the requested drafters and fewer, all experts in memory and caches."""
+    drafts = dict.fromkeys([requested.draft, *(["auto"] if requested.draft != "none" else []), "none"])
     if not planner.is_native:
         drafts = dict.fromkeys(["none"])
     for cache_type in get_args(CacheType):
         for draft in drafts:
-            for n_batch in dict.fromkeys([wanted.n_batch, min(wanted.n_batch, _SMALL_BATCH)]):
+            for n_batch in dict.fromkeys([requested.n_batch, min(requested.n_batch, _SMALL_BATCH)]):
                 for expert_cache in _expert_caches(planner):
-                    sizes = replace(wanted, n_batch=n_batch, expert_cache=expert_cache)
+                    sizes = replace(requested, n_batch=n_batch, expert_cache=expert_cache)
                     yield replace(sizes, cache_type=cache_type, draft=draft)
 
 

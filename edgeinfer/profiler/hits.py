@@ -24,13 +24,11 @@ _LEAST_USES = 1000  # of all experts, before the counts say something
 
 @dataclass(frozen=True)
 class HitRate:
-    """A share of the wanted experts that is in the cache, and where the figure is from.
-
-    origin: "measured" in runs of this model here, "usage" computed from how often each expert was used here, "traces"
-    from the recorded routing of other models, "all" where every expert is in memory.
-    """
+    """A share of the needed experts that is in the cache, and where the figure is from."""
 
     share: float
+    # "measured" in runs of this model here, "usage" computed from how often each expert was used here, "traces" from
+    # the recorded routing of other models, "all" where every expert is in memory
     origin: str
 
 
@@ -84,7 +82,7 @@ def recency_hit_rate(counts: NDArray[np.float64], share: float, n_used: int) -> 
 
 
 def union_of(n_tokens: int, n_experts: int, n_used: int) -> float:
-    """Experts of a layer that n independent tokens want together, over those of one. Real tokens share more of them."""
+    """Experts of a layer that n independent tokens need together, over those of one. Real tokens share more of them."""
     if not 0 < n_used < n_experts:
         return 1.0
     return n_experts / n_used * (1.0 - math.pow(1.0 - n_used / n_experts, n_tokens))

@@ -24,22 +24,16 @@ _READ_BYTES, _READS = 2 << 20, 24  # about the size of an expert
 
 @dataclass(frozen=True)
 class Machine:
-    """What a pass is limited by.
-
-    memory_bytes: for the process.  read_bytes_per_second: from memory.  multiply_adds_per_second: of 8-bit integers;
-    both None where nothing needs them.  disk_bytes_per_second: of reads of some MB at random places, None where it is
-    not known.  given: the names of the figures that the caller gave; the others are of this machine.  is_disturbed:
-    other processes had the cores while it was measured, so that it can do more.
-    """
+    """What a pass is limited by."""
 
     name: str
     n_threads: int
-    memory_bytes: int
-    read_bytes_per_second: float | None = None
-    multiply_adds_per_second: float | None = None
-    disk_bytes_per_second: float | None = None
-    given: tuple[str, ...] = ()
-    is_disturbed: bool = False
+    memory_bytes: int  # for the process
+    read_bytes_per_second: float | None = None  # from memory
+    multiply_adds_per_second: float | None = None  # of 8-bit integers; both None where nothing needs them
+    disk_bytes_per_second: float | None = None  # of reads of some MB at random places, None where it is not known
+    given: tuple[str, ...] = ()  # the names of the figures that the caller gave; the others are of this machine
+    is_disturbed: bool = False  # other processes had the cores while it was measured, so that it can do more
 
     @property
     def is_here(self) -> bool:
@@ -49,14 +43,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a caller says of another machine; None is as here. memory: bytes.  The others: bytes, or multiply-adds of
-    8-bit integers, a second.
-    """
+    """What a caller says of another machine; None is as here."""
 
-    memory: int | None = None
-    bandwidth: float | None = None
-    compute: float | None = None
-    disk: float | None = None
+    memory: int | None = None  # bytes
+    bandwidth: float | None = None  # of memory, bytes a second
+    compute: float | None = None  # multiply-adds of 8-bit integers a second
+    disk: float | None = None  # bytes a second
 
 
 def this_machine(n_threads: int, needs_limits: bool) -> Machine:

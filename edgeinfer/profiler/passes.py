@@ -48,19 +48,19 @@ class Passes:
     is_disturbed: bool = False  # other processes had the cores meanwhile
 
     def seconds(self, n: int, n_past: int) -> float:
-        """Of a pass that verifies n tokens behind n_past others: c(n) is this over that of one token."""
+        """Of a pass that verifies n tokens after n_past others: c(n) is this over that of one token."""
         sizes = sorted(self.whole)
         found = float(np.interp(n, sizes, [self.whole[size] for size in sizes]))
         if n > sizes[-1]:
             found *= n / sizes[-1]
-        if self.n_experts:  # n tokens want more experts than one, which are more bytes to read
+        if self.n_experts:  # n tokens need more experts than one, which are more bytes to read
             union = union_of(n, self.n_experts, self.n_used)
             found = max(found, self.whole[1] * (1.0 + self.expert_share * (union - 1.0)))
         row = self.row_position + (n - 1) * self.row_position_long
         return found + row * sum(n_past if mixer is None else mixer.n_seen(n_past) for mixer in self.mixers)
 
     def prompt_seconds(self, n_tokens: int, n_batch: int) -> float:
-        """Until the logits behind a prompt of so many tokens are there."""
+        """Until the logits after a prompt of so many tokens are there."""
         at_once = max(1, min(n_tokens, n_batch, PROMPT))
         sizes = [*sorted(self.whole), PROMPT]
         of_layers = [*(self.whole[size] for size in sizes[:-1]), self.prompt]

@@ -23,18 +23,13 @@ from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
 
 @dataclass(frozen=True)
 class Drafters:
-    """What drafts beside a model.
+    """What drafts beside a model."""
 
-    names: of drafters, those without a model first.  weight_bytes: of the draft model or the head, which each draft
-    token reads; 0 without one.  acceptance_rate: of a head, where its file says it.  dropped: those that cannot be
-    used, with the reason.
-    """
-
-    names: tuple[str, ...] = ()
-    weight_bytes: int = 0
-    acceptance_rate: float | None = None
+    names: tuple[str, ...] = ()  # of drafters, those without a model first
+    weight_bytes: int = 0  # of the draft model or the head, which each draft token reads; 0 without one
+    acceptance_rate: float | None = None  # of a head, where its file says it
     is_head: bool = False
-    dropped: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # those that cannot be used, with the reason
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ class Planned:
 class Planner:
     """Plans of a file on the backend that would load it. What the process takes is measured at the first; closed.
 
-    wanted: what would be loaded; its batch may be larger than its context, as other contexts are planned with it.
+    requested: what would be loaded; its batch may be larger than its context, as other contexts are planned with it.
     """
 
     def __init__(self, file: ModelFile, options: LoadOptions) -> None:
@@ -60,7 +55,7 @@ class Planner:
         self._target = choose_target(file, options)
         self._draft_max = options.draft_max
         self._plans = plan.Planner(self._target, self._find)
-        self.wanted = replace(self._target.wanted, n_batch=options.n_batch)
+        self.requested = replace(self._target.requested, n_batch=options.n_batch)
 
     @property
     def backend(self) -> str:
@@ -112,8 +107,8 @@ class Planner:
             ModelFile.open(named).close()
         if not self._draft_max or not self.is_native:
             return None
-        wanted = self._target.planned(self._target.wanted).plan
-        found = find_drafters(draft, self.file, self._n_tokens, wanted, self.n_threads, "cpu", self._draft_max)
+        requested = self._target.planned(self._target.requested).plan
+        found = find_drafters(draft, self.file, self._n_tokens, requested, self.n_threads, "cpu", self._draft_max)
         if named is not None and found.dropped:
             found.close()
             raise UnsupportedModel(f"{named} cannot draft for this model: {'; '.join(found.dropped.values())}")

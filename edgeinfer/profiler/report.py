@@ -35,48 +35,43 @@ _COST_SIZES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class AtContext:
-    """Memory and expected speed with a context of so many positions.  speed: behind a full one, for such a prompt."""
+    """Memory and expected speed with a context of so many positions."""
 
     ledger: Ledger
     n_ctx: int
-    speed: Speed
+    speed: Speed  # at the end of a full one, for a prompt as long
 
 
 @dataclass(frozen=True)
 class AtCache:
-    """Memory and expected speed with an expert cache.  share: of the bytes of all experts."""
+    """Memory and expected speed with an expert cache."""
 
     expert_cache: int
-    share: float
+    share: float  # of the bytes of all experts
     peak: int
     speed: Speed
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What `edgeinfer.profile` found. Sizes are in bytes; all that is not named as measured is planned or expected.
-
-    settings: those of `ledger` and `speed`.  budget: the memory of the machine, or what was given.  speed: with a short
-    context.  costs: c(n), the cost of a pass of n tokens over that of one.  speeds: expected for any settings.
-    contexts, caches: memory and speed with other contexts and expert caches.  budgets: for some contexts, what more
-    memory gains in speed.  fit: settings that fit into `fit_budget`, best first.  verification: what was measured. The
-    last three are None where they were not asked for.
-    """
+    """What `edgeinfer.profile` found. Sizes are in bytes; all that is not named as measured is planned or expected."""
 
     path: Path
     backend: str
     n_ctx_train: int
-    settings: LoadSettings
+    settings: LoadSettings  # those of `ledger` and `speed`
     machine: Machine
-    budget: int
+    budget: int  # the memory of the machine, or what was given
     planned: Planned
-    speed: Speed
-    speeds: SpeedModel
+    speed: Speed  # with a short context
+    speeds: SpeedModel  # expected for any settings
+    # contexts, caches: memory and speed with other contexts and expert caches
     contexts: Sequence[AtContext]
     caches: Sequence[AtCache] = ()
-    budgets: Sequence[Fitted] = ()
+    budgets: Sequence[Fitted] = ()  # for some contexts, what more memory gains in speed
     fit_budget: int | None = None
-    fit: Sequence[Fitted] | None = None
+    fit: Sequence[Fitted] | None = None  # settings that fit into `fit_budget`, best first
+    # what was measured, None where that was not asked for
     verification: Verification | None = None
 
     @property
@@ -175,7 +170,7 @@ class _Profiler:
     def __init__(self, planner: Planner, wishes: Wishes, prompt_tokens: int) -> None:
         file = planner.file
         self._planner = planner
-        self._settings = settings = planner.wanted
+        self._settings = settings = planner.requested
         self._planned = planned = planner.planned(settings)
         self._prompt_tokens = prompt_tokens
         self._sizes = planner.experts
@@ -240,10 +235,10 @@ class _Profiler:
         others = {n_ctx for n_ctx in (most // 64, most // 8, most) if n_ctx >= 256} if planner.is_native else set()
         found = []
         for n_ctx in sorted({settings.n_ctx, *others}):
-            found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._behind_half)
+            found += by_budget(planner, replace(settings, n_ctx=n_ctx), self._half_full)
         return found
 
-    def _behind_half(self, settings: LoadSettings, planned: Planned) -> Speed:
+    def _half_full(self, settings: LoadSettings, planned: Planned) -> Speed:
         """The speed in the middle of a context."""
         return self._speed_of(settings, planned, settings.n_ctx // 2)
 

@@ -17,35 +17,28 @@ _RATE_OF_A_MODEL = 0.7  # share of a draft model's tokens that are accepted, whe
 
 @dataclass(frozen=True)
 class Drafted:
-    """Expected speed with drafts of a model or a head.
-
-    acceptance_rate: share of draft tokens that are right, of a head as its file says it ("head"), otherwise assumed
-    ("assumed"); it depends on the text.  n_draft: tokens drafted in a step, which pays most at that rate; 0 where
-    drafting does not pay.  tokens_per_step: that a step then gives.
-    """
+    """Expected speed with drafts of a model or a head."""
 
     tokens_per_second: float
+    # share of draft tokens that are right, of a head as its file says it ("head"), otherwise assumed ("assumed"); it
+    # depends on the text
     acceptance_rate: float
     origin: Literal["head", "assumed"]
-    n_draft: int
-    tokens_per_step: float
+    n_draft: int  # tokens drafted in a step, which pays most at that rate; 0 where drafting does not pay
+    tokens_per_step: float  # that a step then gives
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Expected speed behind n_past tokens.
-
-    tokens_per_second: without drafts.  first_token_seconds: for a prompt of prompt_tokens.  hit_rate: of the expert
-    cache, None where all is in memory.  read_seconds: a token waits for the disk.  drafted: None without a draft model
-    or a head; drafters without a model make repeated text faster by what no header tells.
-    """
+    """Expected speed after n_past tokens."""
 
     n_past: int
-    tokens_per_second: float
+    tokens_per_second: float  # without drafts
     prompt_tokens: int
-    first_token_seconds: float
-    hit_rate: HitRate | None = None
-    read_seconds: float = 0.0
+    first_token_seconds: float  # for a prompt of prompt_tokens
+    hit_rate: HitRate | None = None  # of the expert cache, None where all is in memory
+    read_seconds: float = 0.0  # a token waits for the disk
+    # None without a draft model or a head; model-free drafters make repeated text faster by what no header tells
     drafted: Drafted | None = None
 
 
@@ -79,13 +72,13 @@ class SpeedModel:
         return (1.0 - hits.share) * self.work.expert_bytes / disk
 
     def _prompt_read_seconds(self, n_tokens: int, cache_bytes: int) -> float:
-        """Until the disk has given all experts that a prompt wants and the cache lacks; computing overlaps with it."""
+        """Until the disk has given all experts that a prompt needs and the cache lacks; computing overlaps with it."""
         disk, work = self.machine.disk_bytes_per_second, self.work
         if not disk:
             return 0.0
-        wanted = work.expert_bytes * union_of(n_tokens, work.n_experts, work.n_used)
+        needed = work.expert_bytes * union_of(n_tokens, work.n_experts, work.n_used)
         in_all = work.expert_bytes * work.n_experts / max(1, work.n_used)
-        return max(0.0, 1.0 - cache_bytes / max(1.0, in_all)) * wanted / disk
+        return max(0.0, 1.0 - cache_bytes / max(1.0, in_all)) * needed / disk
 
     def _drafted(self, planned: Planned, n_past: int, read: float) -> Drafted | None:
         """The speed with a draft model or a head, with the number of draft tokens that gives the most."""

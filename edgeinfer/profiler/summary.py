@@ -24,20 +24,17 @@ _PROJECTOR = "clip"  # general.architecture of projectors, which older files hav
 
 @dataclass(frozen=True)
 class Summary:
-    """What the header of a model says.
+    """What the header of a model says."""
 
-    architecture, quantisation: "-" where the file does not say.  kind: "model", "draft head", or what else it is.
-    runs_on: "native", "llama.cpp" where native does not run it, or None.  reason: why native does not.
-    n_ctx, peak_bytes: the context that it would be loaded with, and the most memory of the process then; None where
-    only loading it would tell.
-    """
-
+    # architecture, quantisation: "-" where the file does not say
     architecture: str
     quantisation: str
-    kind: str
+    kind: str  # "model", "draft head", or what else it is
     n_bytes: int
-    runs_on: str | None = None
-    reason: str | None = None
+    runs_on: str | None = None  # "native", "llama.cpp" where native does not run it, or None
+    reason: str | None = None  # why native does not
+    # n_ctx, peak_bytes: the context that it would be loaded with, and the most memory of the process then; None where
+    # only loading it would tell
     n_ctx: int | None = None
     peak_bytes: int | None = None
 
@@ -58,8 +55,8 @@ def _summary(file: ModelFile) -> Summary:
         return Summary(*about)
     try:
         with closing(Planner(file, _OPTIONS)) as planner:
-            wanted = planner.wanted
-            return Summary(*about, "native", None, wanted.n_ctx, planner.planned(wanted).ledger.peak)
+            requested = planner.requested
+            return Summary(*about, "native", None, requested.n_ctx, planner.planned(requested).ledger.peak)
     except UnsupportedModel as error:
         has_llama_cpp = importlib.util.find_spec("llama_cpp") is not None
         return Summary(*about, "llama.cpp" if has_llama_cpp else None, _without_path(error, file))

@@ -28,11 +28,11 @@ _LAST_LINES = 400  # characters of what a process says before it ends
 
 @dataclass(frozen=True)
 class Measured:
-    """A speed.  unit: "tokens/s", or "s" until the first token.  n_past: tokens before those that were timed."""
+    """A speed."""
 
     name: str
-    unit: str
-    n_past: int
+    unit: str  # "tokens/s", or "s" until the first token
+    n_past: int  # tokens before those that were timed
     expected: float
     measured: float
 
@@ -44,16 +44,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was planned and taken, and how fast it was.
+    """What was planned and taken, and how fast it was."""
 
-    ledger: as that process planned it before it loaded anything, with what it took.  n_tokens: in its context.
-    was_disturbed: other processes had the cores meanwhile, so it can be faster.
-    """
-
-    ledger: Ledger
-    n_tokens: int
+    ledger: Ledger  # as that process planned it before it loaded anything, with what it took
+    n_tokens: int  # in its context
     speeds: tuple[Measured, ...]
-    was_disturbed: bool = False
+    was_disturbed: bool = False  # other processes had the cores meanwhile, so it can be faster
 
     @property
     def error(self) -> float | None:

@@ -47,7 +47,7 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
-    """Speeds of answers, behind ever longer prompts; at the end the context is full."""
+    """Speeds of answers, after ever longer prompts; at the end the context is full."""
     answer = max(1, min(_ANSWER, engine.n_ctx // 4))
     text = _text(engine)
     drafting, engine.speculator = engine.speculator, None

@@ -24,16 +24,12 @@ _DEPTH = [min(depth, 2) if depth < 4 else 3 for depth in range(MAX_TOKENS + 1)] 
 
 @dataclass(slots=True)
 class ChainLengthRule:
-    """Whether a chain whose tokens cost time to draft should be made longer.
+    """Whether a chain whose tokens cost time to draft should be made longer."""
 
-    verify_ms: cost of a verify pass by number of tokens.  draft_ms: of one more draft token.  spent_ms: spent on drafts
-    in this step already.  max_nodes: most tokens of the chain.
-    """
-
-    verify_ms: Sequence[float]
-    draft_ms: float = 0.0
-    spent_ms: float = 0.0
-    max_nodes: int = MAX_TOKENS - 1
+    verify_ms: Sequence[float]  # cost of a verify pass by number of tokens
+    draft_ms: float = 0.0  # of one more draft token
+    spent_ms: float = 0.0  # spent on drafts in this step already
+    max_nodes: int = MAX_TOKENS - 1  # most tokens of the chain
 
     def should_extend(self, path_probabilities: Sequence[float], next_probability: float) -> bool:
         """Whether one more token adds more expected tokens per millisecond than the chain has.

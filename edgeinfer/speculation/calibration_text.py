@@ -1,4 +1,4 @@
-"""The text with which passes of models with experts are timed: random tokens want another number of experts."""
+"""The text with which passes of models with experts are timed: random tokens need another number of experts."""
 
 from __future__ import annotations
 

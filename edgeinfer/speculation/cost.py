@@ -32,18 +32,17 @@ _MOST_AT_ONCE = 1.5  # what a pass that is slow while others are not counts as a
 class CostCurve:
     """Seconds of forward passes with all logits, as measured.
 
-    near, far: seconds by number of tokens, after contexts of n_near and n_far tokens. far may be empty.
-
-    Of a model with experts also: unions: bytes of the experts that n tokens wanted in these passes, each expert once,
-    over those of one token.  union_seconds: what as many experts as those of one token cost.
+    Of a model with experts also: unions: bytes of the experts that n tokens needed in these passes, each expert once,
+    over those of one token.
     """
 
     n_near: int
+    # near, far: seconds by number of tokens, after contexts of n_near and n_far tokens; far may be empty
     near: Mapping[int, float]
     n_far: int
     far: Mapping[int, float]
     unions: Mapping[int, float] = field(default_factory=dict)
-    union_seconds: float = 0.0
+    union_seconds: float = 0.0  # what as many experts as those of one token cost
 
 
 class CostModel:

@@ -15,7 +15,7 @@ from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession
 from edgeinfer.speculation.cost import CostModel
-from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.base import ModelBasedDrafter
 from edgeinfer.speculation.drafters.cross_vocabulary import model_drafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH, HeadDrafter
@@ -23,35 +23,31 @@ from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH, HeadDrafter
 
 @dataclass(frozen=True)
 class DeviceLevels:
-    """How a session's device drafts by itself.
+    """How a session's device drafts by itself."""
 
-    make: that many levels after a token, in one call.  width: nodes of a level.
-    """
-
-    make: Callable[[int, int], object]
-    width: int
+    make: Callable[[int, int], object]  # that many levels after a token, in one call
+    width: int  # nodes of a level
 
 
 @dataclass(frozen=True)
 class DraftSource:
-    """A draft model or a head that is to be opened on some device.
-
-    make: its drafter, from its session, the costs of its passes, and its
-    device drafting if any.  timed: its session, for calibration.  device_levels: how its session's device drafts by
-    itself, None where it does not.
-    """
+    """A draft model or a head that is to be opened on some device."""
 
     file: ModelFile
     spec: ModelSpec | HeadSpec
-    make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], CostlyDrafter]
-    timed: Callable[[Any], TimedSession]
+    # its drafter, from its session, the costs of its passes, and its device drafting if any
+    make: Callable[[Any, CostModel, DeviceDrafting[Any] | None], ModelBasedDrafter]
+    timed: Callable[[Any], TimedSession]  # its session, for calibration
+    # how its session's device drafts by itself, None where it does not
     device_levels: Callable[[Any], DeviceLevels | None]
 
 
 def model_source(file: ModelFile, spec: ModelSpec, target: ModelFile, n_vocab: int) -> DraftSource:
     """A draft model for a target that has n_vocab tokens."""
 
-    def make(session: Session, costs: CostModel, on_device: DeviceDrafting[DraftingSession] | None) -> CostlyDrafter:
+    def make(
+        session: Session, costs: CostModel, on_device: DeviceDrafting[DraftingSession] | None
+    ) -> ModelBasedDrafter:
         return model_drafter(session, file, target, n_vocab, costs, on_device)
 
     return DraftSource(file, spec, make, lambda session: session, levels_of_model)
@@ -60,7 +56,9 @@ def model_source(file: ModelFile, spec: ModelSpec, target: ModelFile, n_vocab: i
 def head_source(file: ModelFile, head: HeadSpec, n_vocab: int) -> DraftSource:
     """A head for a target that has n_vocab tokens."""
 
-    def make(session: HeadSession, costs: CostModel, on_device: DeviceDrafting[DraftingHead] | None) -> CostlyDrafter:
+    def make(
+        session: HeadSession, costs: CostModel, on_device: DeviceDrafting[DraftingHead] | None
+    ) -> ModelBasedDrafter:
         return HeadDrafter(session, head.draft_vocab, n_vocab, costs, head.taps, on_device)
 
     return DraftSource(file, head, make, TimedHead, levels_of_head)

@@ -19,7 +19,7 @@ from edgeinfer.speculation.calibration import (
 from edgeinfer.speculation.cost import CostCurve
 from edgeinfer.speculation.expert_passes import ExpertPasses
 
-_ALIKE_SIZES = (4, 8)  # of passes in which all tokens are the same, and so want the same experts
+_ALIKE_SIZES = (4, 8)  # of passes in which all tokens are the same, and so need the same experts
 _FIRST = 8  # token of the text: what a text begins with is not typical of it
 
 
@@ -85,7 +85,7 @@ class _Timed:
 def _union_seconds(
     near: Mapping[int, float], alike: Mapping[int, float], unions: Mapping[int, float], passes: ExpertPasses
 ) -> float:
-    """What as many experts as one token's cost: how much faster passes are that want no more than these.
+    """What as many experts as one token's cost: how much faster passes are that need no more than these.
 
     It is near their share of the bytes that one token reads, whatever was measured while the machine was busy.
     """

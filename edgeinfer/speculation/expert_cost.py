@@ -1,10 +1,10 @@
-"""What a pass of n tokens costs with experts: it depends on how many different ones the tokens want, and on how many of
+"""What a pass of n tokens costs with experts: it depends on how many different ones the tokens need, and on how many of
 these are read from disk first. Both are learnt from the passes.
 
 c(n) = curve(n) + union_ms (U(n) - U_curve(n)) + wait_ms (m + m_more (U(n) - 1)): U is the expected union of n tokens in
 units of one token's experts, U_curve that of the passes which the curve was measured with, m the share of one token's
-experts that is not in memory, m_more that of what further tokens want beyond these, and wait_ms what passes waited for
-as many experts as one token wants.
+experts that is not in memory, m_more that of what further tokens need beyond these, and wait_ms what passes waited for
+as many experts as one token needs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ExpertCostModel(CostModel):
         self._unions = list(self._of_curve)
         self._union_ms = 1e3 * curve.union_seconds
         self._missing = self._waited_ms = self._wait_ms = 0.0  # decayed sums, and their ratio
-        self._of_one = 0.0, 0.0  # passes of one token: missing, wanted; decayed sums
-        self._of_more = 0.0, 0.0  # what further tokens wanted beyond one: the same
+        self._of_one = 0.0, 0.0  # passes of one token: missing, needed; decayed sums
+        self._of_more = 0.0, 0.0  # what further tokens needed beyond one: the same
 
     def union(self, n: int) -> float:
         """Expected experts of n tokens, each once, in units of one token's."""
@@ -44,20 +44,20 @@ class ExpertCostModel(CostModel):
 
     @property
     def wait_ms(self) -> float:
-        """Milliseconds that passes wait for as many missing experts as one token wants."""
+        """Milliseconds that passes wait for as many missing experts as one token needs."""
         return self._wait_ms
 
     @property
     def missing_share(self) -> float:
-        """Of the experts that one token wants."""
-        missing, wanted = self._of_one
-        return missing / wanted if wanted else 0.0
+        """Of the experts that one token needs."""
+        missing, needed = self._of_one
+        return missing / needed if needed else 0.0
 
     @property
     def missing_share_of_more(self) -> float:
-        """Of those that further tokens want beyond the experts of the first."""
-        missing, wanted = self._of_more
-        return min(missing / wanted, 1.0) if wanted else self.missing_share
+        """Of those that further tokens need beyond the experts of the first."""
+        missing, needed = self._of_more
+        return min(missing / needed, 1.0) if needed else self.missing_share
 
     @property
     @override
@@ -89,7 +89,7 @@ class ExpertCostModel(CostModel):
         super().correct(n, n_past, self._usual(n, n_past, self._passes.last(), milliseconds))
 
     def _usual(self, n: int, n_past: int, seen: PassExperts, milliseconds: float) -> float:
-        """What a pass would have taken that wanted as many experts, and waited for as many, as is usual."""
+        """What a pass would have taken that needed as many experts, and waited for as many, as is usual."""
         wait = self._expected_wait(n)
         usual = milliseconds - seen.waited_ms - self._union_ms * (seen.union - self._unions[n])
         return max(usual, _LEAST_SHARE * (self.milliseconds(n_past)[n] - wait), 0.0) + wait
@@ -142,8 +142,8 @@ class ExpertCostModel(CostModel):
         return replace(curve, unions={n: union for n, union in enumerate(self._unions) if n})
 
 
-def _decayed(sums: tuple[float, float], missing: float, wanted: float) -> tuple[float, float]:
-    return _DECAY * sums[0] + missing, _DECAY * sums[1] + wanted
+def _decayed(sums: tuple[float, float], missing: float, needed: float) -> tuple[float, float]:
+    return _DECAY * sums[0] + missing, _DECAY * sums[1] + needed
 
 
 def _unions(curve: CostCurve) -> list[float]:

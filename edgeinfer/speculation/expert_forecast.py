@@ -1,6 +1,6 @@
 """Draft tokens whose experts would have to be read from disk, as far as that can be told before the pass.
 
-A token mostly wants experts that it wanted before (as in Fate, Fang et al., arXiv:2502.12224, for the first layer). How
+A token mostly needs experts that it needed before (as in Fate, Fang et al., arXiv:2502.12224, for the first layer). How
 often that is right is measured with each pass; where it is not, nothing is left out.
 """
 
@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Watcher, chained
+from edgeinfer.backends.base import PassHook, chained
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.policy import VerifyTree
 
@@ -33,7 +33,7 @@ def _n_tokens(n_each: int) -> int:
 class RoutedModel(Protocol):
     """What a forecast needs of a model with an expert cache."""
 
-    watcher: Watcher | None
+    pass_hook: PassHook | None
 
     def routing(self) -> NDArray[np.int32]:
         """The experts of the last pass, (n_layers, n_rows, n_used); -1 for none."""
@@ -85,7 +85,7 @@ class ExpertForecast:
         self._of_layer = np.repeat(np.arange(len(layers)), n_used)  # layer of each number of a table's row
         self._predicted = self._right = 0.0
         self._n_passes = 0
-        model.watcher = chained(model.watcher, self.run)
+        model.pass_hook = chained(model.pass_hook, self.run)
 
     @staticmethod
     def memory(n_each: int = 0) -> int:
@@ -94,7 +94,7 @@ class ExpertForecast:
 
     @property
     def precision(self) -> float:
-        """Share of the experts predicted for a token that were absent and that it wanted."""
+        """Share of the experts predicted for a token that were absent and that it needed."""
         return self._right / self._predicted if self._predicted else 0.0
 
     @property
@@ -103,7 +103,7 @@ class ExpertForecast:
         return self._predicted >= _LEAST_PREDICTED and self.precision >= _PRECISION
 
     def run(self, tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
-        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.Watcher."""
+        """Run a pass of these tokens, and learn from it if it was whole; see backends.base.PassHook."""
         self._n_passes += 1
         is_measured = len(tokens) <= _MOST_ROWS and (len(tokens) > 1 or self._n_passes % _EVERY == 0)
         absent = self._absent() if is_measured else None
@@ -162,7 +162,7 @@ class ExpertForecast:
         return absent
 
     def _measure(self, tokens: Sequence[int], used: NDArray[np.uint16], absent: NDArray[np.bool_]) -> None:
-        """Compare predictions of absent experts with what a pass wanted. absent: before it."""
+        """Compare predictions of absent experts with what a pass needed. absent: before it."""
         known, predicted = self._table.experts(tokens)
         if not known:
             return

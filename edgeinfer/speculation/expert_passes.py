@@ -1,4 +1,4 @@
-"""What the passes of a model with experts want: how many different experts, and how many of them are not in memory."""
+"""What the passes of a model with experts need: how many different experts, and how many of them are not in memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from edgeinfer.models import Experts, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class PassExperts:
-    """What a pass wanted, in units of the bytes that the experts of one token have.
+    """What a pass needed, in units of the bytes that the experts of one token have."""
 
-    union: its experts, each once.  missing: those of them that were not in memory.  waited_ms: for them.
-    """
-
-    union: float
-    missing: float = 0.0
-    waited_ms: float = 0.0
+    union: float  # its experts, each once
+    missing: float = 0.0  # those of them that were not in memory
+    waited_ms: float = 0.0  # for them
 
 
 class ExpertPasses(Protocol):

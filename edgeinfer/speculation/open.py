@@ -28,7 +28,7 @@ from edgeinfer.speculation.calibration_text import calibration_tokens
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.draft_source import DraftSource, head_source, model_source
 from edgeinfer.speculation.drafter_state import DrafterPlacement
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter
+from edgeinfer.speculation.drafters.base import Context, Drafter, ModelBasedDrafter
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter
@@ -80,7 +80,7 @@ def open_speculator(
 
 
 def _forecast(session: Session) -> ExpertForecast | None:
-    """Which experts tokens want, for a model some of whose experts are read from disk."""
+    """Which experts tokens need, for a model some of whose experts are read from disk."""
     if not isinstance(session, NativeSession) or (cache := session.model.expert_cache) is None:
         return None
     layers = experts_in(session.spec)
@@ -106,7 +106,7 @@ def _open_file(
 def _open_placed(
     planned: DraftPlan,
     source: DraftSource,
-    on_cpu: Callable[[], CostlyDrafter] | None,
+    on_cpu: Callable[[], ModelBasedDrafter] | None,
     device: Device,
     costs: CostModel,
 ) -> tuple[Drafter, DrafterPlacement]:
@@ -137,7 +137,7 @@ def _open_placed(
     return on_cpu(), DrafterPlacement(cpu)
 
 
-def _token_ms(opened: Callable[[], CostlyDrafter]) -> float:
+def _token_ms(opened: Callable[[], ModelBasedDrafter]) -> float:
     """Cost of a draft token of a drafter that is opened for this and closed again."""
     drafter = opened()
     try:
@@ -148,7 +148,7 @@ def _token_ms(opened: Callable[[], CostlyDrafter]) -> float:
 
 def _open_model(
     source: DraftSource, spec: ModelSpec, plan: MemoryPlan, target: Session, device: Device
-) -> CostlyDrafter:
+) -> ModelBasedDrafter:
     """The draft model on the CPU, with the target's threads, and all of it in memory: its file may be lost later."""
     threads = target.model.threads if isinstance(target, NativeSession) else None
     backend = NativeBackend(for_drafts=True, resident=True, threads=threads)
@@ -158,7 +158,7 @@ def _open_model(
 
 def _open_head(
     source: DraftSource, spec: HeadSpec, plan: MemoryPlan, target: NativeSession, device: Device
-) -> CostlyDrafter:
+) -> ModelBasedDrafter:
     """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
     head = load_head(source.file, spec, target.model, plan, device)
     return _drafter_of(source, head, plan, device)
@@ -166,7 +166,7 @@ def _open_head(
 
 def _drafter_of(
     source: DraftSource, model: NativeModel | NativeHeadModel, plan: MemoryPlan, device: Device, *facts: str
-) -> CostlyDrafter:
+) -> ModelBasedDrafter:
     """The drafter of a model or a head, which is closed if that fails."""
     try:
         session = model.session()
@@ -206,11 +206,11 @@ def _expert_costs(file: ModelFile, session: NativeSession, calibration_seconds: 
 
     def measure() -> CostCurve:
         tokens = calibration_tokens(file)
-        watcher, model.watcher = model.watcher, None
+        pass_hook, model.pass_hook = model.pass_hook, None
         try:
             return measure_expert_costs(session, passes, tokens, calibration_seconds)
         finally:
-            model.watcher = watcher
+            model.pass_hook = pass_hook
 
     key = cost_key(file, *facts, "text", passes.is_cached)
     return cached_costs(key, measure, _EXPERT_RATIO, lambda curve, keep: ExpertCostModel(curve, passes, keep))

@@ -8,7 +8,7 @@ from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.speculation.calibration import cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.draft_source import DraftSource, TimedLevels
-from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.base import ModelBasedDrafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.drafters.watchdog import Watchdog, watched
@@ -20,7 +20,7 @@ _CALIBRATION_SECONDS = 0.6
 
 def open_on_device(
     place: DraftDevice, source: DraftSource, plan: MemoryPlan, n_threads: int
-) -> tuple[CostlyDrafter, CostModel]:
+) -> tuple[ModelBasedDrafter, CostModel]:
     """The drafter on a device, and the costs of its passes. n_threads: of the target.
 
     Its drafts overlap with verifying where the device does not use the target's cores. Raises BackendLost where the

@@ -1,4 +1,4 @@
-"""Whether drafting pays, measured as a whole: the speed with drafts beside that without, under the same load.
+"""Whether drafting pays, measured as a whole: the speed with drafts against the speed without, under the same load.
 
 Expected gains can be wrong in many ways: costs, acceptance, what drafters take. The time of whole steps cannot. Steps
 without a draft tell what plain decoding takes; where there are none, one is made now and then. While drafts do not pay,
@@ -65,7 +65,7 @@ class Payoff:
         return self._left_to_rest > 0
 
     @property
-    def wants_plain_step(self) -> bool:
+    def needs_plain_step(self) -> bool:
         """Whether the next step is to be made without drafts, and without asking for any."""
         every = _PROBE_EVERY if self._plain.steps >= _ENOUGH else _FIRST_PROBES
         return self.is_resting or self._since_plain >= every

@@ -30,30 +30,26 @@ from edgeinfer.speculation.verify import Draw, accept
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
 _MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts
-# Least expected speed of a drafter with a model relative to plain decoding, and relative to the free drafts of the
+# Least expected speed of a model-based drafter relative to plain decoding, and relative to the model-free drafts of the
 # step; the latter is below 1 because its drafts are merged with them.
 _MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
 
 @dataclass(slots=True)
 class Job:
-    """What the engine wants decoded.
+    """What the engine asks for."""
 
-    text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
-    draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
-    is_plain, params: see Context.  note: called with each token and the logits that it was drawn from, None for
-    nobody.  n_drawn: tokens so far.
-    """
-
-    text: list[int]
-    limit: int
-    draw: Draw
-    is_greedy: bool
-    stop_ids: Container[int]
+    text: list[int]  # the tokens so far, the last of which is not committed; extended by what is sampled
+    limit: int  # most tokens
+    draw: Draw  # the target's sampler
+    is_greedy: bool  # it takes the most probable token
+    stop_ids: Container[int]  # tokens that end the text
+    # is_plain, params: see Context
     is_plain: bool = False
     params: SamplingParams | None = None
+    # called with each token and the logits that it was drawn from, None for nobody
     note: Callable[[Logits, int], None] | None = None
-    n_drawn: int = 0
+    n_drawn: int = 0  # tokens so far
 
     @property
     def n_left(self) -> int:
@@ -65,7 +61,7 @@ class Speculator:
     """Decodes with drafts. What the drafters know and what was learnt about them is kept across requests.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
-    draft_max: most nodes of a tree.  placements: of drafters with a model, by name.  acceptance_rates: where measured
+    draft_max: most nodes of a tree.  placements: of model-based drafters, by name.  acceptance_rates: where measured
     beforehand, by name of the drafter.  forecast: of the target's experts, where some are read from disk.
     """
 
@@ -157,8 +153,8 @@ class Speculator:
     def interrupt(self) -> None:
         """Stop a drafter that is working; callable from any thread."""
         for state in self._states:
-            if state.costly:
-                state.costly.interrupt()
+            if state.model_based:
+                state.model_based.interrupt()
 
     def close(self) -> None:
         """Free the drafters, and keep the corrected cost curves."""
@@ -186,8 +182,8 @@ class Speculator:
         for state in self._states:
             context.acceptance = state.table
             with state.guarded(stats):
-                if state.costly and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
-                    state.costly.prefill(context)
+                if state.model_based and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
+                    state.model_based.prefill(context)
         self._payoff.start_request(perf_counter() - started)
         return context
 
@@ -217,7 +213,7 @@ class Speculator:
     def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
         """Draft, verify, commit; the new tokens, at least one."""
         started = perf_counter()
-        n_past, is_plain = self._session.n_past, self._payoff.wants_plain_step
+        n_past, is_plain = self._session.n_past, self._payoff.needs_plain_step
         max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
         if is_plain:
             self._stop_background()
@@ -227,7 +223,7 @@ class Speculator:
         n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
         batch, parents = _batch(job.text[-1], tree, n_padding)
         drafted = perf_counter()
-        out = self._session.forward(batch, parents, logits="all", hidden=self._wanted_taps())
+        out = self._session.forward(batch, parents, logits="all", hidden=self._needed_taps())
         verified = perf_counter()
         new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
@@ -262,15 +258,15 @@ class Speculator:
         else:
             self.costs.observe(n, n_past, 1e3 * seconds, is_disturbed)
 
-    def _wanted_taps(self) -> bool | tuple[int, ...]:
+    def _needed_taps(self) -> bool | tuple[int, ...]:
         """The hidden states that this step's pass must return."""
-        is_wanted = any(state.feature_drafter and not state.is_dropped for state in self._states)
-        return self.taps if is_wanted else False
+        is_needed = any(state.feature_drafter and not state.is_dropped for state in self._states)
+        return self.taps if is_needed else False
 
     def _draft(
         self, job: Job, context: Context, max_nodes: int, stats: StatsCounter
     ) -> tuple[list[Proposal], VerifyTree]:
-        """The drafters' proposals, and the tree to verify: of free drafters first, then of those with a model."""
+        """The drafters' proposals, and the tree to verify: model-free drafters first, then model-based ones."""
         verify_ms = self.costs.milliseconds(self._session.n_past)
         if max_nodes < 1 or job.n_left < 2:
             return [], VerifyTree()
@@ -278,25 +274,25 @@ class Speculator:
         min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
         limits = max_nodes, max_depth, min_probability
         for state in self._states:
-            if not state.costly and state.is_active:
+            if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
         tree = VerifyTree()
         if proposals:
             tree = self._select(context, proposals, verify_ms, limits)
-        free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
+        model_free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
         for state in self._states:
-            if state.costly and not state.is_dropped:
+            if state.model_based and not state.is_dropped:
                 asked = perf_counter()
                 state.table.min_probability, state.table.max_wait_ms = min_probability, _MAX_WAIT * verify_ms[1]
                 with state.guarded(stats):
-                    self._prepare(state, context, free_rate, verify_ms, job, min(max_nodes, max_depth))
+                    self._prepare(state, context, model_free_rate, verify_ms, job, min(max_nodes, max_depth))
                     if not state.is_asked:
                         continue
-                costly: list[Proposal] = []
-                self._ask(state, context, max_nodes, costly, stats)
-                proposals = costly + proposals  # more reliable than those that copy
+                of_model: list[Proposal] = []
+                self._ask(state, context, max_nodes, of_model, stats)
+                proposals = of_model + proposals  # more reliable than those that copy
                 self._record_wait(state, asked)
                 spent_ms = 1e3 * (perf_counter() - started)
                 tree = self._select(context, proposals, verify_ms, limits, spent_ms)
@@ -325,15 +321,18 @@ class Speculator:
         self,
         state: DrafterState,
         context: Context,
-        free_rate: float,
+        model_free_rate: float,
         verify_ms: Sequence[float],
         job: Job,
         max_nodes: int,
     ) -> None:
-        """Decide whether a drafter with a model is asked in this step, and set when its chain is long enough."""
-        was_asked, state.is_asked = state.is_asked, self._is_worth_asking(state, context, free_rate, verify_ms, job)
-        if state.is_asked and state.costly:
-            token_ms, prefill_ms = state.costly.cost(context)
+        """Decide whether a model-based drafter is asked in this step, and set when its chain is long enough."""
+        was_asked, state.is_asked = (
+            state.is_asked,
+            self._is_worth_asking(state, context, model_free_rate, verify_ms, job),
+        )
+        if state.is_asked and state.model_based:
+            token_ms, prefill_ms = state.model_based.cost(context)
             state.table.length_rule = ChainLengthRule(verify_ms, token_ms, prefill_ms, max_nodes)
         elif state.background and was_asked:
             state.background.interrupt()
@@ -374,18 +373,18 @@ class Speculator:
                 self._timeline.add("draft", started, ended, 0)
 
     def _is_worth_asking(
-        self, state: DrafterState, context: Context, free_rate: float, verify_ms: Sequence[float], job: Job
+        self, state: DrafterState, context: Context, model_free_rate: float, verify_ms: Sequence[float], job: Job
     ) -> bool:
-        """Whether a drafter with a model is expected to be faster than free_rate tokens per millisecond.
+        """Whether a model-based drafter is expected to be faster than model_free_rate tokens per millisecond.
 
         The cost of its prefill is compared with what it saves over the tokens to come: those that an answer usually
         has, or as many again as there are by now.
         """
-        if state.costly is None or state.is_dropped or self._draft_max < 1:
+        if state.model_based is None or state.is_dropped or self._draft_max < 1:
             return False
         own_rate, prefill_ms = state.rate(context, verify_ms, self._draft_max)
         n_left = min(job.n_left, max(self._answer_tokens - job.n_drawn, job.n_drawn))
-        other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * free_rate)
+        other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * model_free_rate)
         return own_rate * verify_ms[1] > _MIN_GAIN and (1.0 / other_rate - 1.0 / own_rate) * n_left > prefill_ms
 
     def _learn(

@@ -38,20 +38,16 @@ class DraftBackend(Protocol):
 
 @dataclass(frozen=True)
 class DraftDevice:
-    """A device that draft models can run on, beside the CPU of the target.
+    """A device that draft models can run on, beside the CPU of the target."""
 
-    name: as `--draft-device` takes it; a GPU is gpu:N too.  title: for messages.  facts: what the cost of a pass
-    depends on besides the model.  n_cores: CPU cores that it uses; 0 for a device of its own.  shares_memory: it uses
-    the main memory.  head_backend: makes the backend for heads of a target, None where they do not run.
-    """
-
-    name: str
-    title: str
+    name: str  # as `--draft-device` takes it; a GPU is gpu:N too
+    title: str  # for messages
     is_gpu: bool
     backend: DraftBackend
-    facts: tuple[object, ...]
-    n_cores: int
-    shares_memory: bool
+    facts: tuple[object, ...]  # what the cost of a pass depends on besides the model
+    n_cores: int  # CPU cores that it uses; 0 for a device of its own
+    shares_memory: bool  # it uses the main memory
+    # makes the backend for heads of a target, None where they do not run
     head_backend: Callable[[ModelFile, ModelSpec], DraftBackend] | None = None
 
     def is_independent(self, n_threads: int) -> bool:

@@ -35,25 +35,21 @@ _HEAD_BATCH = 128  # rows: a larger batch makes the prefill of a head no faster
 
 @dataclass
 class DraftPlan:
-    """The drafters to use and their bytes, before anything is loaded.
+    """The drafters to use and their bytes, before anything is loaded."""
 
-    tables: the drafters without a model, by name, and the size of their tables in tokens or rows.  n_vocab: tokens that
-    the target has.  parts: bytes of all drafters, by part: "weights", "caches", "rows", "features", "tables".  dropped:
-    those that cannot be used, with the reason.  file, spec: of the draft model or the head, None without one.  plan: of
-    it on the CPU, None where it is not to run there.  places: other devices for it, with a plan for each.  is_auto:
-    they are used only where they are faster than the CPU.  draft_max: most draft tokens that a pass verifies.
-    """
-
-    tables: dict[str, int]
-    n_vocab: int
+    tables: dict[str, int]  # the model-free drafters, by name, and the size of their tables in tokens or rows
+    n_vocab: int  # tokens that the target has
+    # bytes of all drafters, by part: "weights", "caches", "rows", "features", "tables"
     parts: dict[str, int] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)  # those that cannot be used, with the reason
+    # file, spec: of the draft model or the head, None without one
     file: ModelFile | None = None
     spec: ModelSpec | HeadSpec | None = None
-    plan: MemoryPlan | None = None
+    plan: MemoryPlan | None = None  # of it on the CPU, None where it is not to run there
+    # other devices for it, with a plan for each
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
-    is_auto: bool = True
-    draft_max: int = DEFAULT_DRAFT_MAX
+    is_auto: bool = True  # they are used only where they are faster than the CPU
+    draft_max: int = DEFAULT_DRAFT_MAX  # most draft tokens that a pass verifies
 
     @property
     def n_bytes(self) -> int:
@@ -68,21 +64,20 @@ class DraftPlan:
 
 @dataclass
 class DraftChoice:
-    """What can draft beside a target, before it is known how much memory there is.
+    """What can draft beside a target, before it is known how much memory there is."""
 
-    free: names of drafters without a model.  file, spec: of the draft model or the head, None without one.  places:
-    devices beside the CPU that it can run on.  Others as in DraftPlan; target, n_threads: of the target.
-    """
-
-    free: tuple[str, ...]
+    model_free: tuple[str, ...]  # names of model-free drafters
     n_vocab: int
+    # target, n_threads: of the target
     target: ModelFile
     n_threads: int
     is_auto: bool
     draft_max: int = DEFAULT_DRAFT_MAX
     dropped: dict[str, str] = field(default_factory=dict)
+    # file, spec: of the draft model or the head, None without one
     file: ModelFile | None = None
     spec: ModelSpec | HeadSpec | None = None
+    # devices beside the CPU that it can run on
     places: list[DraftDevice] = field(default_factory=list)
 
     def close(self) -> None:
@@ -97,7 +92,7 @@ class DraftChoice:
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
         """Values of FitSettings.tables, the largest tables first, down to the least that are of use, and to none."""
-        if not self.free:
+        if not self.model_free:
             return [0]
         steps = 0
         while self.table_sizes(n_ctx, steps + 1) != self.table_sizes(n_ctx, steps):
@@ -109,7 +104,7 @@ class DraftChoice:
         if tables is None:
             return {}
         most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
-        return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.free}
+        return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.model_free}
 
     def table_bytes(self, n_ctx: int, tables: int | None) -> int:
         """Bytes of these tables."""

@@ -1,4 +1,4 @@
-"""Which tree to verify: the one with the most expected tokens per millisecond, from measured costs and learnt
+"""Which tree to verify: the one expected to be fastest (most tokens per millisecond), from measured costs and learnt
 acceptance probabilities.
 
 A tree of the n - 1 most probable nodes gives 1 + the sum of their path probabilities tokens for the cost c(n); decoding
@@ -29,19 +29,15 @@ class Proposal(NamedTuple):
 
 @dataclass(slots=True)
 class VerifyTree:
-    """The tree to verify, merged from all drafts. Empty lists: a pass of one token, without a draft.
+    """The tree to verify, merged from all drafts. Empty lists: a pass of one token, without a draft."""
 
-    tokens, parents: as in DraftTree.  depths: of each node, 0 for the first.  owners: the drafter of each node, the
-    first one if several proposed it.  expected: tokens that the step should give.  path: nodes of the most probable
-    path.
-    """
-
+    # tokens, parents: as in DraftTree
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    depths: list[int] = field(default_factory=list)
-    owners: list[str] = field(default_factory=list)
-    expected: float = 1.0
-    path: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)  # of each node, 0 for the first
+    owners: list[str] = field(default_factory=list)  # the drafter of each node, the first one if several proposed it
+    expected: float = 1.0  # tokens that the step should give
+    path: list[int] = field(default_factory=list)  # nodes of the most probable path
 
 
 Keep: TypeAlias = Callable[[VerifyTree, list[int], Sequence[float]], list[int]]
@@ -64,7 +60,7 @@ def select_tree(
     spent_ms: float = 0.0,
     keep: Keep | None = None,
 ) -> VerifyTree:
-    """The tree with the most expected tokens per millisecond, empty where decoding without a draft is as good.
+    """The tree expected to be fastest (most tokens per millisecond), empty where decoding without a draft is as good.
 
     proposals: the most reliable drafter first.  verify_ms: cost of a pass by number of tokens.  max_depth: number of
     levels.  min_probability: nodes with a lower path probability are left out.  spent_ms: spent on drafts already.

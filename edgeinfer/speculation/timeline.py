@@ -10,19 +10,19 @@ Kind: TypeAlias = Literal["verify", "draft", "wait"]
 
 
 class Event(NamedTuple):
-    """Something that lasted from start to end, in seconds of one clock. n: its tokens."""
+    """Something that lasted from start to end, in seconds of one clock."""
 
     kind: Kind
     start: float
     end: float
-    n: int
+    n: int  # its tokens
 
 
 @dataclass
 class Timeline:
     """Events in the order in which they ended.
 
-    verify: a forward pass of the target.  draft: work of a drafter with a model.  wait: time that the target spent
+    verify: a forward pass of the target.  draft: work of a model-based drafter.  wait: time that the target spent
     waiting for such a drafter; with overlapped drafting only this part of drafting costs anything.
     """
 

@@ -14,17 +14,15 @@ N_BUCKETS = 128
 
 @dataclass(slots=True)
 class DraftTree:
-    """Draft tokens that may follow the text: several candidates for the next token, for the one after each, and so on.
+    """Draft tokens that may follow the text: several candidates for the next token, for the one after, and so on."""
 
-    tokens: (n,) ids.  parents: (n,) index of the node that each follows, smaller than its own, or -1 for the end of the
-    text.  p: (n,) the drafter's estimate, 0..1, of the probability that a node is accepted if its parent is.  buckets:
-    (n,) in 0..N_BUCKETS - 1, the drafter's classes of nodes (a match length, a confidence); the acceptance rate is
-    learnt for each bucket.
-    """
-
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # (n,) ids
+    # (n,) index of the node that each follows, smaller than its own, or -1 for the end of the text
     parents: Sequence[int]
+    # (n,) 0..1, the drafter's estimate of the probability that a node is accepted if its parent is
     p: Sequence[float]
+    # (n,) in 0..N_BUCKETS - 1, the drafter's classes of nodes (a match length, a confidence); the acceptance rate is
+    # learnt for each bucket
     buckets: Sequence[int]
 
     def __len__(self) -> int:

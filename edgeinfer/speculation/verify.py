@@ -17,13 +17,10 @@ Draw: TypeAlias = Callable[[Logits, list[int]], int]  # logits (n_vocab,) and th
 
 
 class Verdict(NamedTuple):
-    """The outcome of a verify pass.
+    """The outcome of a verify pass."""
 
-    tokens: sampled, at least one; all but the last are accepted draft tokens.  path: rows of the batch that become
-    text, row 0 first; `tokens[i]` was sampled from the logits of row `path[i]`.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # sampled, at least one; all but the last are accepted draft tokens
+    # rows of the batch that become text, row 0 first; `tokens[i]` was sampled from the logits of row `path[i]`
     path: list[int]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.common.errors import NumericalError
 from edgeinfer.common.types import TokenIds
 from edgeinfer.training.target import TorchTarget
@@ -44,7 +44,7 @@ def compare(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) ->
 def _compare(target: TorchTarget, session: Session, tokens: TokenIds) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """The deviation at each position of a text, and whether the most likely token is the same."""
     session.truncate(0)
-    native = run_text(session, tokens, logits="all").logits
+    native = run_sequence(session, tokens, logits="all").logits
     session.truncate(0)
     ours = target.logits(target.text_features([tokens])[0]).float().cpu().numpy()
     deviations = np.sqrt(np.mean((ours - native) ** 2, axis=1)) / native.std(axis=1)

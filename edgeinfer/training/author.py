@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import BranchingSession, run_text
+from edgeinfer.backends.base import BranchingSession, run_sequence
 from edgeinfer.backends.checks import common_length
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.overriding import override
@@ -153,7 +153,7 @@ class NativeAuthor(TurnAuthor):
         n_known = 0 if self._taps is not None else self._session.reuse_prefix(tokens)
         if n_known == len(tokens):
             return []
-        return _features(run_text(self._session, tokens[n_known:], logits="none", taps=self._hidden))
+        return _features(run_sequence(self._session, tokens[n_known:], logits="none", taps=self._hidden))
 
     def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
         """The token behind a text; of those that end it the one that all texts end with."""

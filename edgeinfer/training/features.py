@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.common.errors import ModelFileError, NumericalError
 from edgeinfer.common.files import write_whole
 from edgeinfer.common.overriding import override
@@ -63,7 +63,7 @@ class NativeRecorder(Recorder):
     def _rows(self, tokens: TokenIds) -> Halves:
         with self._text:
             self._session.truncate(0)
-            rows = run_text(self._session, tokens, logits="none", taps=self._taps).features
+            rows = run_sequence(self._session, tokens, logits="none", taps=self._taps).features
             self._session.truncate(0)  # nothing of a recorded text stays
         assert rows is not None
         return as_halves(rows)
@@ -76,7 +76,7 @@ class NativeRecorder(Recorder):
             for first, branch in zip(firsts.tolist(), branches, strict=True):
                 n_past = self._session.n_past
                 if n_past < first:
-                    run_text(self._session, tokens[n_past:first], logits="none")
+                    run_sequence(self._session, tokens[n_past:first], logits="none")
                 found.append(self._session.forward(branch, logits=(), hidden=self._taps).features)
         return as_halves(np.stack([rows for rows in found if rows is not None]))
 

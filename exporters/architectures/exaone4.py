@@ -1,9 +1,9 @@
-"""EXAONE 4.0: norms behind attention and network, and on each query and key; windows in three of four layers of 32B."""
+"""EXAONE 4.0: norms after attention and network, and on each query and key; windows in three of four layers of 32B."""
 
 from __future__ import annotations
 
 from edgeinfer.exporters.conversion.model import Model
-from edgeinfer.exporters.conversion.recipe import ATTENTION, NORMS_BEHIND, QK_NORMS, Keys, Recipe
+from edgeinfer.exporters.conversion.recipe import ATTENTION, NORMS_AFTER, QK_NORMS, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import has_window
 
 
@@ -35,7 +35,7 @@ RECIPES = (
         fixed={"hidden_act": (None, "silu")},
         reads=frozenset({"sliding_window", "sliding_window_pattern"}),
         attention={**ATTENTION, **QK_NORMS},
-        norms=NORMS_BEHIND,
+        norms=NORMS_AFTER,
         rope_kinds=frozenset({"llama3"}),
         keys=_keys,
     ),

@@ -1,6 +1,6 @@
 """Gemma 3: Gemma 2 with norms on queries and keys, and windows in five of six layers with a rotation of their own.
 
-Rows of the embeddings behind the last token of the vocabulary are cut off, as llama.cpp's converter does.
+Rows of the embeddings after the last token of the vocabulary are cut off, as llama.cpp's converter does.
 """
 
 from __future__ import annotations

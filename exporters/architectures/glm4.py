@@ -1,4 +1,4 @@
-"""GLM-4 of 2025: norms before and behind attention and network, fused gate and up, a part of each head rotated."""
+"""GLM-4 of 2025: norms before and after attention and network, fused gate and up, a part of each head rotated."""
 
 from __future__ import annotations
 

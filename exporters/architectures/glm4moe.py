@@ -23,10 +23,10 @@ def _n_dense(model: Model) -> int:
 
 
 def _check(model: Model) -> None:
-    """Leave out the layers behind the model's own, as many as config.json says."""
+    """Leave out the layers after the model's own, as many as config.json says."""
     n_more = model.config.integer("num_nextn_predict_layers", 0, least=0)
-    behind = re.compile(r"model\.layers\.(\d+)\..*")
-    found = {name: int(match[1]) for name in model.checkpoint.names if (match := behind.fullmatch(name))}
+    after = re.compile(r"model\.layers\.(\d+)\..*")
+    found = {name: int(match[1]) for name in model.checkpoint.names if (match := after.fullmatch(name))}
     left = {name for name, layer in found.items() if model.n_layers <= layer < model.n_layers + n_more}
     if left:
         model.note(f"the layers that predict tokens further ahead (MTP) are left out: {len(left)} tensors")

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and network, and on whole queries and keys. OLMo 3 has windows."""
+"""OLMo 2 and 3: norms after attention and network, and on whole queries and keys. OLMo 3 has windows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from edgeinfer.exporters.checkpoint import Rope
 from edgeinfer.exporters.conversion.model import Model
-from edgeinfer.exporters.conversion.recipe import ATTENTION, NORMS_BEHIND, QK_NORMS, QKV_BIASES, Keys, Recipe
+from edgeinfer.exporters.conversion.recipe import ATTENTION, NORMS_AFTER, QK_NORMS, QKV_BIASES, Keys, Recipe
 from edgeinfer.exporters.conversion.windows import has_window
 
 _PERIOD = 4
@@ -48,7 +48,7 @@ OLMO2 = Recipe(
     defaults={"rms_norm_eps": 1e-5},
     fixed={"hidden_act": (None, "silu")},
     attention={**ATTENTION, **QK_NORMS},
-    norms=NORMS_BEHIND,
+    norms=NORMS_AFTER,
     optional=QKV_BIASES,
     output="required",
 )

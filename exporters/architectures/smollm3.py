@@ -12,9 +12,9 @@ _PERIOD = 4
 
 def _check(model: Model) -> None:
     refuse_windows(model)
-    wanted = [int(layer % _PERIOD != _PERIOD - 1) for layer in range(model.n_layers)]
-    if "no_rope_layers" in model.config and model.config.integers("no_rope_layers", model.n_layers) != wanted:
-        model.refuse("no_rope_layers", f"must be 0 in every fourth layer and 1 in others, {wanted}")
+    expected = [int(layer % _PERIOD != _PERIOD - 1) for layer in range(model.n_layers)]
+    if "no_rope_layers" in model.config and model.config.integers("no_rope_layers", model.n_layers) != expected:
+        model.refuse("no_rope_layers", f"must be 0 in every fourth layer and 1 in others, {expected}")
     if model.config.integer("no_rope_layer_interval", _PERIOD) != _PERIOD and "no_rope_layers" not in model.config:
         model.refuse("no_rope_layer_interval", f"must be {_PERIOD}")
 

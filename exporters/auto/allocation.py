@@ -38,9 +38,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Allocation:
-    """chosen: (n_tensors,), an option of each.  per_byte, per_second: what the last ones were worth, in loss."""
+    """An option for each tensor, and the multipliers that led to it."""
 
-    chosen: NDArray[np.intp]
+    chosen: NDArray[np.intp]  # (n_tensors,), an option of each
+    # per_byte, per_second: what the last ones were worth, in loss
     per_byte: float
     per_second: float
 
@@ -122,9 +123,9 @@ def _check_possible(options: Options, n_bytes: float, seconds: float) -> None:
     possible = np.isfinite(options.losses)
     least = [float(np.where(possible, each, np.inf).min(axis=1).sum()) for each in (options.n_bytes, options.seconds)]
     if least[0] > n_bytes:
-        raise BudgetExceeded(f"the smallest formats take {least[0]:.0f} bytes: {n_bytes:.0f} are wanted")
+        raise BudgetExceeded(f"the smallest formats take {least[0]:.0f} bytes: the limit is {n_bytes:.0f}")
     if least[1] > seconds:
-        raise BudgetExceeded(f"the fastest formats take {1e3 * least[1]:.3f} ms: {1e3 * seconds:.3f} are wanted")
+        raise BudgetExceeded(f"the fastest formats take {1e3 * least[1]:.3f} ms: the limit is {1e3 * seconds:.3f}")
 
 
 def _costs(options: Options, per_byte: float, per_second: float) -> Numbers:
@@ -205,15 +206,13 @@ def _filled(options: Options, chosen: NDArray[np.intp], n_bytes: float, seconds:
 
 @dataclass(frozen=True)
 class Front:
-    """Mixes of which none has both less loss and less time than another. losses, n_bytes, seconds: (n,) sums.
+    """Mixes of which none has both less loss and less time than another."""
 
-    chosen: (n, n_tensors), an option of each tensor.
-    """
-
+    # losses, n_bytes, seconds: (n,) sums
     losses: Numbers
     n_bytes: Numbers
     seconds: Numbers
-    chosen: NDArray[np.intp]
+    chosen: NDArray[np.intp]  # (n, n_tensors), an option of each tensor
 
 
 def front_of(options: Options, per_byte: float = 0.0) -> Front:
@@ -341,7 +340,7 @@ def _rated(options: Options, rate: Rate, allocation: Allocation) -> _Rated:
 
 def _too_small(options: Options, n_bytes: float) -> BudgetExceeded:
     least = float(np.where(np.isfinite(options.losses), options.n_bytes, np.inf).min(axis=1).sum())
-    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: {n_bytes:.0f} are wanted")
+    return BudgetExceeded(f"the smallest formats take {least:.0f} bytes: the limit is {n_bytes:.0f}")
 
 
 def _worths(options: Options) -> Numbers:

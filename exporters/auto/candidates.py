@@ -29,19 +29,14 @@ _RUNS, _ROWS_OF_RUN = 16, 16  # of a tensor, in which errors are compared
 
 @dataclass(frozen=True)
 class Subject:
-    """A tensor whose format is chosen.
-
-    formats: from the smallest on.  shape: (n_out, n_in) of each matrix in it.  n_matrices: more than one for experts.
-    n_used: of these a token wants so many; 0 for embeddings that no product reads.  layer: the first one that reads
-    it; for the output matrix the number of layers.
-    """
+    """A tensor whose format is chosen."""
 
     tensor: SourceTensor
-    formats: tuple[GGMLType, ...]
-    shape: tuple[int, int]
-    n_matrices: int
-    n_used: int
-    layer: int
+    formats: tuple[GGMLType, ...]  # from the smallest on
+    shape: tuple[int, int]  # (n_out, n_in) of each matrix in it
+    n_matrices: int  # more than one for experts
+    n_used: int  # matrices that one token uses; 0 for embeddings that no product reads
+    layer: int  # the first one that reads it; for the output matrix the number of layers
 
     @property
     def name(self) -> str:
@@ -54,7 +49,7 @@ class Subject:
 
 
 def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
-    """The tensors that are chosen for: matrices in floats, without routers. The others stay as the source has them."""
+    """The tensors whose formats are chosen: matrices in floats, without routers. The others stay as they are."""
     products, layers = _products_of(spec), _layers_of(spec)
     found = []
     for tensor in source.tensors:

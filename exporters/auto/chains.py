@@ -22,7 +22,7 @@ from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.auto.trial import Objective
 
 Numbers: TypeAlias = NDArray[np.float64]
-# Of chains: (n_starts, n_depths), entry (i, d) of the token that is drafted at depth d behind start i if all before it
+# Of chains: (n_starts, n_depths), entry (i, d) of the token that is drafted at depth d after start i if all before it
 # are accepted.
 Margins: TypeAlias = NDArray[np.float64]
 
@@ -81,12 +81,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafting costs beside the draft model. verify_ms: (n + 1,) of the target's passes by number of tokens, from
-    0 on.  lengths: draft tokens of a step that are considered.
-    """
+    """What drafting costs beside the draft model."""
 
-    verify_ms: Sequence[float]
-    lengths: Sequence[int]
+    verify_ms: Sequence[float]  # (n + 1,) of the target's passes by number of tokens, from 0 on
+    lengths: Sequence[int]  # draft tokens of a step that are considered
 
     def best(self, accepted: Numbers, draft_ms: float | Numbers) -> tuple[Numbers, NDArray[np.intp]]:
         """The most tokens a millisecond, and the length of draft that gives them, (n,) each.

@@ -31,7 +31,7 @@ from edgeinfer.speculation.cost import MAX_TOKENS
 
 _WINDOW_TOKENS, _ROWS = 384, 192  # of a pass in which losses are measured, and its logits
 _CHECK_WINDOWS = 2  # of other texts, in which the choice is compared with the source
-_SHOWN = (1, 4, 8)  # tokens of the passes whose times are told
+_SHOWN = (1, 4, 8)  # tokens of the passes whose times are printed
 _COST = re.compile(r"verify(?::(\d+))?(?::([\d.]+)ms)?")
 
 
@@ -43,7 +43,7 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
     """
     with model_file_of(source) as file:
         spec = read_spec(file)
-        request.told("texts: answers of the model", 0.0)
+        request.report("texts: answers of the model", 0.0)
         texts, held_out = _texts(file, request.calibration)
     subjects = subjects_of(source, spec)
     if not subjects:
@@ -53,13 +53,13 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
     windows = windows_of(texts, _WINDOW_TOKENS, 1, _ROWS)
     search = Search(source, subjects, importance, windows, device, state=state_path(request))
     try:
-        search.measure(request.told)
-        mix = search.refine(limits, request.told)
+        search.measure(request.report)
+        mix = search.refine(limits, request.report)
     finally:
         search.close()
     others = windows_of(held_out, _WINDOW_TOKENS, _CHECK_WINDOWS, _ROWS)
-    found = search.compare([mix.types], others, request.told)[0]
-    return told(search, subjects, mix, found, limits)
+    found = search.compare([mix.types], others, request.report)[0]
+    return type_choice(search, subjects, mix, found, limits)
 
 
 def state_path(request: Request) -> Path:
@@ -80,7 +80,7 @@ def limits_of(request: Request, source: Source, subjects: Sequence[Subject], dev
 
 
 def bytes_of_chosen(size: int, source: Source, subjects: Sequence[Subject]) -> int:
-    """What a size leaves for the tensors that are chosen for. Raises BudgetExceeded."""
+    """What a size leaves for the tensors whose formats are chosen. Raises BudgetExceeded."""
     chosen = {subject.name for subject in subjects}
     kept = sum(each.type.n_bytes(math.prod(each.shape)) for each in source.tensors if each.name not in chosen)
     least = kept + sum(subject.n_bytes(subject.formats[0]) for subject in subjects)
@@ -93,10 +93,10 @@ def bytes_of_chosen(size: int, source: Source, subjects: Sequence[Subject]) -> i
 
 
 def parse_cost(cost: str | None) -> tuple[int | None, float | None]:
-    """The tokens of the pass whose time counts, and the seconds that its products may take; see Limits.
+    """The tokens of the forward pass whose time is bounded, and the seconds that its products may take; see Limits.
 
-    "verify:4", which is not to be slower than uniform formats of that size, or "verify:4:12.5ms". Without a number,
-    "verify", the tokens are None: those that drafting verifies. Without either, time does not count. Raises
+    "verify:4": not slower than uniform formats of that size; "verify:4:12.5ms": at most so many milliseconds.
+    "verify" alone: the tokens are None, as many as drafting verifies. None: the time is not bounded. Raises
     InvalidArgument.
     """
     if cost is None:
@@ -110,7 +110,7 @@ def parse_cost(cost: str | None) -> tuple[int | None, float | None]:
     return None if found[1] is None else int(found[1]), None if found[2] is None else 1e-3 * float(found[2])
 
 
-def told(search: Search, subjects: Sequence[Subject], mix: Mix, found: Distance, limits: Limits) -> TypeChoice:
+def type_choice(search: Search, subjects: Sequence[Subject], mix: Mix, found: Distance, limits: Limits) -> TypeChoice:
     """What is printed, written into the file and into the manifest of a mix."""
     shown = sorted({*_SHOWN, limits.n_tokens})
     milliseconds = {n: 1e3 * search.seconds(mix.types, n) for n in shown}

@@ -39,19 +39,19 @@ def choose_draft_types(source: Source, request: Request, imatrix: Imatrix | None
     """
     lengths = lengths_of(request, _MOST_OF_HEAD if is_head(source) else _MOST_OF_MODEL)
     device = Device(devices.default_n_threads())
-    request.told("target: its answers", 0.0)
+    request.report("target: its answers", 0.0)
     with open_target(request.more["model"], device) as target:
         n_least = max(lengths) + 1
         texts, held_out = target.texts(request.calibration, _TEXT_TOKENS, n_least), target.held_out(n_least)
-        request.told("target: its answers", 1.0)
+        request.report("target: its answers", 1.0)
         search = _search(source, request, imatrix, target, texts, lengths, device)
         try:
-            search.measure(request.told)
-            mix = search.choose(_bytes(request, source, search), request.told)
+            search.measure(request.report)
+            mix = search.choose(_bytes(request, source, search), request.report)
         finally:
             search.close()
         mixes = {_CHOICE: mix.types, **search.uniform()}
-        return told(search, mixes, search.compare(mixes, held_out, request.told), target)
+        return type_choice(search, mixes, search.compare(mixes, held_out, request.report), target)
 
 
 def is_head(source: Source) -> bool:
@@ -96,7 +96,7 @@ def _kept(state: State, name: str, value: float) -> float:
     return state.add(name, value) if known is None else known
 
 
-def told(
+def type_choice(
     search: DraftSearch,
     mixes: Mapping[str, Types],
     measured: Mapping[str, tuple[Drafted, float]],
@@ -150,5 +150,5 @@ def _line(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _bytes(request: Request, source: Source, search: DraftSearch) -> float:
-    """What a request leaves for the tensors that are chosen for."""
+    """What a request leaves for the tensors whose formats are chosen."""
     return math.inf if request.size is None else bytes_of_chosen(request.size, source, search.subjects)

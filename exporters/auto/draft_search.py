@@ -17,21 +17,17 @@ from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.target import TargetText
 from edgeinfer.exporters.auto.trial import Measured, Types, digest_of
-from edgeinfer.exporters.request import Told, untold
+from edgeinfer.exporters.request import StepProgress, no_progress
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 
 
 class Drafter(Protocol):
-    """A draft model or a draft head.
+    """A draft model or a draft head."""
 
-    n_tokens: of the passes in which it drafts.  subjects: the tensors chosen for.  importance: with which they are
-    rounded.
-    """
-
-    n_tokens: int
-    subjects: Sequence[Subject]
-    importance: Importance
+    n_tokens: int  # of the passes in which it drafts
+    subjects: Sequence[Subject]  # the tensors whose formats are chosen
+    importance: Importance  # with which they are rounded
 
     def trials(self, texts: Sequence[TargetText], noise: MarginNoise, state: State, n_depths: int) -> Measured:
         """Losses of it with tensors rounded, along texts, by the noise in its margins."""
@@ -42,7 +38,7 @@ class Drafter(Protocol):
         ...
 
     def chains(self, margins: Sequence[Margins], n_depths: int) -> Margins:
-        """The drafts in these margins, (n_starts, n_depths)."""
+        """The margins of drafted chains, (n_starts, n_depths)."""
         ...
 
     def run(self, types: Types, texts: Sequence[TargetText], n_depths: int) -> tuple[Margins, float]:
@@ -50,19 +46,17 @@ class Drafter(Protocol):
         ...
 
     def seconds(self, types: Types) -> float:
-        """The latter alone."""
+        """Seconds of such a pass alone."""
         ...
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a drafter gives. acceptance: share of first draft tokens that the target chooses too.  accepted: (n_depths,)
-    draft tokens of a step that are accepted, by the length of the draft.  draft_ms: of a draft token.
-    """
+    """What a drafter gives."""
 
-    acceptance: float
-    accepted: Sequence[float]
-    draft_ms: float
+    acceptance: float  # share of first draft tokens that the target chooses too
+    accepted: Sequence[float]  # (n_depths,) draft tokens of a step that are accepted, by the length of the draft
+    draft_ms: float  # of a draft token
 
     def best(self, drafting: Drafting) -> tuple[float, int]:
         """Tokens a millisecond, and the length of the draft that gives them."""
@@ -95,14 +89,14 @@ class DraftSearch:
         self._expected: Expected | None = None
         self._overhead = 0.0  # seconds of a pass beside its products
 
-    def measure(self, told: Told = untold) -> None:
+    def measure(self, report: StepProgress = no_progress) -> None:
         """Measure the loss of every tensor, and what a pass takes beside its products."""
-        self._search.measure(told)
+        self._search.measure(report)
         self._overhead = self._measured_overhead()
 
-    def choose(self, n_bytes: float, told: Told = untold) -> Mix:
+    def choose(self, n_bytes: float, report: StepProgress = no_progress) -> Mix:
         """The types with the highest rate in at most so many bytes; the closest decisions are measured again."""
-        return self._search.refine(Limits(n_bytes, self._drafter.n_tokens), told)
+        return self._search.refine(Limits(n_bytes, self._drafter.n_tokens), report)
 
     def allocate(self, n_bytes: float) -> Mix:
         """The same by the measurements so far."""
@@ -126,11 +120,11 @@ class DraftSearch:
 
     @property
     def subjects(self) -> Sequence[Subject]:
-        """The tensors that are chosen for."""
+        """The tensors whose formats are chosen."""
         return self._drafter.subjects
 
     def n_bytes(self, types: Types) -> int:
-        """Of the tensors that are chosen for."""
+        """Of the tensors whose formats are chosen."""
         return self._search.n_bytes(types)
 
     def uniform(self) -> dict[str, Types]:
@@ -141,10 +135,10 @@ class DraftSearch:
         return {type.name: uniform(subjects, type) for type in names}
 
     def compare(
-        self, mixes: Mapping[str, Types], texts: Sequence[TargetText], told: Told = untold
+        self, mixes: Mapping[str, Types], texts: Sequence[TargetText], report: StepProgress = no_progress
     ) -> dict[str, tuple[Drafted, float]]:
         """What each of some mixes gives on other texts, and how many cores others used while it was timed."""
-        pace, found = Pace("other texts", "drafters", [1.0] * len(mixes), told), {}
+        pace, found = Pace("other texts", "drafters", [1.0] * len(mixes), report), {}
         for name, types in mixes.items():
             key = f"drafted {digest_of(types)}"
             known = self._known(key)

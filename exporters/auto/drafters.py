@@ -120,10 +120,10 @@ def _as_drafted(subject: Subject, spec: ModelSpec) -> Subject:
 
 
 class _Read(NamedTuple):
-    """A text that the target has read. features: its rows, (n, n_rows)."""
+    """A text that the target has read."""
 
     text: TargetText
-    features: Features
+    features: Features  # its rows, (n, n_rows)
 
 
 class DraftHead(Drafter):

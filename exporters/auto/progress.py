@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from edgeinfer.exporters.request import Told, untold
+from edgeinfer.exporters.request import StepProgress, no_progress
 
 _VERSION = 1
 
@@ -59,7 +59,7 @@ def _read(path: Path, first: str) -> dict[str, float]:
 class Pace:
     """Tells how many of some measurements are done.
 
-    weights: what each of them takes, over the others.  of: what they are of, such as "tensors".  clock: in seconds.
+    weights: the relative time that each of them takes.  of: what they are of, such as "tensors".  clock: in seconds.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Pace:
         stage: str,
         of: str,
         weights: Sequence[float],
-        told: Told = untold,
+        report: StepProgress = no_progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._stage, self._of, self._weights, self._told, self._clock = stage, of, weights, told, clock
+        self._stage, self._of, self._weights, self._report, self._clock = stage, of, weights, report, clock
         self._n_done = 0
         self._began = clock()
         self._seconds = self._measured = 0.0  # of what was measured now, and its weight
@@ -86,7 +86,7 @@ class Pace:
         n = len(self._weights)
         what = f"{self._stage}: {self._n_done} of {n} {self._of}"
         left = self.seconds_left()
-        self._told(what if left is None else f"{what}, {left:.0f} s left", self._n_done / n)
+        self._report(what if left is None else f"{what}, {left:.0f} s left", self._n_done / n)
 
     def seconds_left(self) -> float | None:
         """For what is not done, as if nothing of it were known; None where nothing was measured, or nothing is left."""

@@ -28,7 +28,7 @@ from edgeinfer.exporters.auto.trial import (
     fingerprint_of,
 )
 from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
-from edgeinfer.exporters.request import Told, untold
+from edgeinfer.exporters.request import StepProgress, no_progress
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
 
@@ -38,25 +38,21 @@ _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one
 
 @dataclass(frozen=True)
 class Limits:
-    """n_bytes: of the chosen tensors at most; infinite for any number.  n_tokens: of the pass whose time counts.
-    seconds: of their products.
+    """Limits of a mix. Without seconds it is not slower than uniform formats of as many bytes."""
 
-    None for seconds is the time of uniform formats with as many bytes: the mix is not slower than these.
-    """
-
-    n_bytes: float
-    n_tokens: int = 1
-    seconds: float | None = math.inf
+    n_bytes: float  # of the chosen tensors at most; infinite for any number
+    n_tokens: int = 1  # of the forward pass whose time is bounded too
+    seconds: float | None = math.inf  # that their products may take in that pass
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Formats of tensors. predicted: the loss by the table.  seconds: of the products of a pass."""
+    """Formats of tensors."""
 
     types: Mapping[str, GGMLType]
-    predicted: float
+    predicted: float  # the loss by the table
     n_bytes: int
-    seconds: float
+    seconds: float  # of the products of a pass
 
 
 Choose = Callable[[Options, Limits], Allocation]
@@ -93,31 +89,33 @@ class Search:
         self._speeds = Speeds(device.n_threads, device.isa)
         self._losses: Numbers = np.empty((0, 0))
 
-    def measure(self, told: Told = untold) -> None:
+    def measure(self, report: StepProgress = no_progress) -> None:
         """Measure the loss of every tensor, one forward pass or a part of it each."""
-        errors = all_errors(self._subjects, self._importance, self._state, told)
-        measured = measured_losses(self._trials, self._subjects, told)
+        errors = all_errors(self._subjects, self._importance, self._state, report)
+        measured = measured_losses(self._trials, self._subjects, report)
         self._losses = loss_table(self._subjects, self.formats, measured, errors)
 
     def allocate(self, limits: Limits) -> Mix:
         """The mix with the least loss. Raises BudgetExceeded."""
         return self._mix(self._allocation(limits), limits)
 
-    def refine(self, limits: Limits, told: Told = untold) -> Mix:
+    def refine(self, limits: Limits, report: StepProgress = no_progress) -> Mix:
         """The same, with the closest decisions measured again in the mix, twice. Raises BudgetExceeded."""
         n_each = min(_MARGINAL, len(self._subjects))
-        pace = Pace("closest decisions", "measurements", [1.0] * (_ROUNDS * (n_each + 1)), told)
+        pace = Pace("closest decisions", "measurements", [1.0] * (_ROUNDS * (n_each + 1)), report)
         for _ in range(_ROUNDS):
             self._measure_again(limits, pace)
         return self.allocate(limits)
 
-    def compare(self, mixes: Sequence[Types], windows: Sequence[Window], told: Told = untold) -> list[Distance]:
+    def compare(
+        self, mixes: Sequence[Types], windows: Sequence[Window], report: StepProgress = no_progress
+    ) -> list[Distance]:
         """How far mixes are from the source on other texts, as the engine runs them; each is measured once."""
         texts = hashlib.sha256(repr(windows).encode()).hexdigest()[:16]
         keys = [f"{digest_of(types)} {texts}" for types in mixes]
         missing = {key: types for key, types in zip(keys, mixes, strict=True) if self._known(key) is None}
         found = distances(self._source, list(missing.values()), self._importance, windows, self._device)
-        pace = Pace("other texts", "models", [1.0] * len(missing), told)
+        pace = Pace("other texts", "models", [1.0] * len(missing), report)
         for key, distance in zip(missing, found, strict=True) if missing else ():
             pace.done()
             for kind, value in distance._asdict().items():
@@ -142,7 +140,7 @@ class Search:
         return float(self._losses[np.arange(len(options)), options].sum())
 
     def n_bytes(self, types: Mapping[str, GGMLType]) -> int:
-        """Of the tensors that are chosen for."""
+        """Of the tensors whose formats are chosen."""
         return sum(subject.n_bytes(types[subject.name]) for subject in self._subjects)
 
     def _allocation(self, limits: Limits) -> Allocation:

@@ -11,7 +11,7 @@ from edgeinfer.exporters.auto.allocation import Numbers
 from edgeinfer.exporters.auto.candidates import Importance, Subject, errors_of
 from edgeinfer.exporters.auto.progress import Pace, State
 from edgeinfer.exporters.auto.trial import Measured
-from edgeinfer.exporters.request import Told
+from edgeinfer.exporters.request import StepProgress
 from edgeinfer.models.gguf import GGMLType
 
 # Formats with a scale alone, and with a scale and a minimum. Their errors differ in kind: in matrices of values, the
@@ -22,9 +22,9 @@ _KINDS: tuple[frozenset[GGMLType], ...] = (
     frozenset(GGMLType[name] for name in ("Q2_K", "Q4_1", "Q4_K", "Q5_1", "Q5_K")),
 )
 _LEAST = 1e-9  # of a loss that is measured: less is noise
-# Whatever changes in a model, the int8 codes of activations behind it change here and there, and with them the logits:
-# by about ten times as much as rounding one tensor to four bits does. So its errors are amplified, which the loss is
-# nearly quadratic in, and what no error at all would do is measured too, in some layers, and taken off. Losses above
+# Any change in a model changes some int8 codes of the activations after it, and so the logits: by about ten times as
+# much as rounding one tensor to four bits does. So the errors of the tensor are amplified (the loss is nearly quadratic
+# in them), and the loss of a change without error is measured in some layers and subtracted. Losses above
 # _LARGE are no longer quadratic, and large enough to be measured as they are.
 GAIN, _NO_GAIN, _FLOORS, _LARGE = 4.0, 0.05, 8, 0.25
 _ROUNDING = 4.0  # time of rounding a weight over that of a pass with it
@@ -33,9 +33,11 @@ _MEASURED = (("Q4_0", "Q5_0", "Q8_0"), ("Q4_1", "Q4_K", "Q5_1"))
 Losses = Mapping[GGMLType, float]
 
 
-def all_errors(subjects: Sequence[Subject], importance: Importance, state: State, told: Told) -> Sequence[Losses]:
+def all_errors(
+    subjects: Sequence[Subject], importance: Importance, state: State, report: StepProgress
+) -> Sequence[Losses]:
     """The weighted error of each tensor in each of its formats; see rounding.errors_of."""
-    found, pace = [], Pace("errors of formats", "tensors", [1.0] * len(subjects), told)
+    found, pace = [], Pace("errors of formats", "tensors", [1.0] * len(subjects), report)
     for subject in subjects:
         known = {type: state.get(_error_name(subject, type)) for type in subject.formats}
         errors = {type: error for type, error in known.items() if error is not None}
@@ -47,10 +49,10 @@ def all_errors(subjects: Sequence[Subject], importance: Importance, state: State
     return found
 
 
-def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -> Sequence[Losses]:
+def measured_losses(trials: Measured, subjects: Sequence[Subject], report: StepProgress) -> Sequence[Losses]:
     """The losses with each tensor alone rounded, to a format of each kind."""
     floor, found = floors(trials, subjects), []
-    pace = Pace("losses", "tensors", _costs_of_losses(subjects), told)
+    pace = Pace("losses", "tensors", _costs_of_losses(subjects), report)
     for subject in subjects:
         before = trials.n_measured
         found.append({type: _loss_alone(trials, subject, type, floor) for type in measured_formats(subject)})
@@ -59,12 +61,12 @@ def measured_losses(trials: Measured, subjects: Sequence[Subject], told: Told) -
 
 
 def _costs_of_losses(subjects: Sequence[Subject]) -> list[float]:
-    """What the loss of each tensor takes, over the others: its rounding, and a pass of what lies behind it."""
+    """Relative time to measure the loss of each tensor: rounding it, and a pass through the layers after it."""
     sizes = [float(math.prod(subject.tensor.shape)) for subject in subjects]
-    behind: dict[int, float] = {}
+    after: dict[int, float] = {}
     for layer in {subject.layer for subject in subjects}:
-        behind[layer] = sum(size for each, size in zip(subjects, sizes, strict=True) if each.layer >= layer)
-    return [_ROUNDING * size + behind[subject.layer] for subject, size in zip(subjects, sizes, strict=True)]
+        after[layer] = sum(size for each, size in zip(subjects, sizes, strict=True) if each.layer >= layer)
+    return [_ROUNDING * size + after[subject.layer] for subject, size in zip(subjects, sizes, strict=True)]
 
 
 def floors(trials: Measured, subjects: Sequence[Subject]) -> Callable[[int], float]:

@@ -46,7 +46,7 @@ class Speeds:
         self._known: dict[tuple[tuple[int, int], int, GGMLType], float] = {}
 
     def of(self, subject: Subject, type: GGMLType, n: int) -> float:
-        """Seconds that a tensor takes in a pass of n tokens; of experts those that n tokens probably want."""
+        """Seconds that a tensor takes in a pass of n tokens; of experts those that n tokens probably use."""
         if not subject.n_used:
             return 0.0
         return self._of(subject, subject.formats, n)[type]
@@ -56,9 +56,9 @@ class Speeds:
         return self._of(subject, (type,), n)[type] if subject.n_used else 0.0
 
     def _of(self, subject: Subject, formats: Sequence[GGMLType], n: int) -> dict[GGMLType, float]:
-        n_wanted, n_each = expected_experts(subject.n_matrices, subject.n_used, n)
+        n_needed, n_each = expected_experts(subject.n_matrices, subject.n_used, n)
         found = self.matrix(subject.shape, formats, n_each)
-        return {type: n_wanted * seconds for type, seconds in found.items()}
+        return {type: n_needed * seconds for type, seconds in found.items()}
 
     def matrix(self, shape: tuple[int, int], formats: Sequence[GGMLType], n: int) -> dict[GGMLType, float]:
         """Seconds of a product with n tokens in each format."""
@@ -95,11 +95,11 @@ def lower(some: Times, others: Times) -> Times:
 
 
 def expected_experts(n_matrices: int, n_used: int, n: int) -> tuple[float, int]:
-    """How many experts n tokens want, if they choose independently, and how many tokens each of these has."""
+    """How many experts n tokens use, if they choose independently, and how many tokens each of these has."""
     if n_matrices <= 1:
         return 1.0, n
-    n_wanted = n_matrices * (1 - (1 - n_used / n_matrices) ** n)
-    return n_wanted, max(1, round(n * n_used / n_wanted))
+    n_needed = n_matrices * (1 - (1 - n_used / n_matrices) ** n)
+    return n_needed, max(1, round(n * n_used / n_needed))
 
 
 def measure(
@@ -130,7 +130,7 @@ def _made_up(shape: tuple[int, int], type: GGMLType) -> list[_core.PackedMatrix]
 
 
 def drafted_tokens(subjects: Sequence[Subject], n_bytes: float, speeds: Speeds) -> int:
-    """Tokens of the passes with the most expected tokens a millisecond, for the usual acceptance and free drafts.
+    """Tokens of the pass expected to verify fastest, at the usual acceptance rate and with drafts that cost nothing.
 
     Passes are those of the largest uniform format that fits into n_bytes, or of the smallest one.
     """

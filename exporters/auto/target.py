@@ -32,20 +32,20 @@ _CALIBRATION_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class TargetText:
-    """A text of the target. rows: consecutive ones.  chosen: (n,) the target's token behind each of them."""
+    """A text of the target."""
 
     tokens: Sequence[int]
-    rows: Sequence[int]
-    chosen: NDArray[np.int64]
+    rows: Sequence[int]  # consecutive ones
+    chosen: NDArray[np.int64]  # (n,) the target's token after each of them
 
 
 @dataclass(frozen=True)
 class MeasuredTarget:
-    """A target in memory. verify_ms: (MAX_TOKENS + 1,) of passes by number of tokens."""
+    """A target in memory."""
 
     file: ModelFile
     model: NativeModel
-    verify_ms: Sequence[float]
+    verify_ms: Sequence[float]  # (MAX_TOKENS + 1,) of passes by number of tokens
 
     def texts(self, calibration: Path | None, n_tokens: int, n_least: int) -> list[TargetText]:
         """Some of the pieces of a file, or answers to built-in prompts: as many as have n_tokens together.
@@ -64,7 +64,7 @@ class MeasuredTarget:
     def answers(self, prompts: Sequence[str], n_least: int) -> list[TargetText]:
         """Prompts with the target's greedy answers, those of n_least tokens or more.
 
-        A target that ends all of them earlier has to go on behind the end.
+        A target that ends all of them earlier has to go on after the end.
         """
         tokenizer = Tokenizer.from_file(self.file)
         texts = [asked(self.file, tokenizer, prompt) for prompt in prompts]

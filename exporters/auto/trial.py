@@ -35,10 +35,10 @@ Types = Mapping[str, GGMLType]
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """A text in tokens. n_prompt: the first tokens, whose predictions do not count; at least 1."""
+    """A text in tokens."""
 
     tokens: Sequence[int]
-    n_prompt: int = 1
+    n_prompt: int = 1  # the first tokens, whose predictions do not count; at least 1
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Window:
 def windows_of(texts: Iterable[CalibrationText], n_tokens: int, n_windows: int, n_rows: int) -> list[Window]:
     """Windows of n_tokens with n_rows that count at most, evenly spread; fewer where the texts end before.
 
-    Texts stand one behind the other, as llama.cpp's perplexity tool has them. The last one of a window is cut; what is
+    Texts stand one after the other, as llama.cpp's perplexity tool has them. The last one of a window is cut; what is
     left of it is not used.
     """
     windows: list[Window] = []
@@ -151,13 +151,13 @@ class TrialModel:
 
     def round(self, name: str, type: GGMLType | None, gain: float = 1.0) -> None:
         """Round a tensor to a format from now on, None to have it as it was.  gain: of its errors."""
-        wanted = None if type is None else Rounding(type, gain)
-        if self._rounded.get(name) == wanted:
+        requested = None if type is None else Rounding(type, gain)
+        if self._rounded.get(name) == requested:
             return
-        if wanted is None:
+        if requested is None:
             del self._rounded[name]
         else:
-            self._rounded[name] = wanted
+            self._rounded[name] = requested
         self._model.repack(name)
 
     def traces(self, windows: Sequence[Window]) -> list[Trace]:
@@ -225,9 +225,9 @@ def _bytes(
 
 
 class Measured(Protocol):
-    """Losses of a model with some of its tensors rounded. n_measured: of them so far, without those that were known."""
+    """Losses of a model with some of its tensors rounded."""
 
-    n_measured: int
+    n_measured: int  # of them so far, without those that were known
 
     def loss(self, mix: Types, name: str = "", type: GGMLType | None = None, gain: float = 1.0) -> float:
         """See LossTrials.loss."""

@@ -24,7 +24,7 @@ from edgeinfer.exporters.calibration.texts import (
     texts_of_file,
 )
 from edgeinfer.exporters.manifest import sha256_of, tool_version
-from edgeinfer.exporters.request import Told, untold
+from edgeinfer.exporters.request import StepProgress, no_progress
 from edgeinfer.exporters.source import Source
 from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import ModelSpec, read_draft_spec
@@ -59,7 +59,7 @@ def imatrix_of(
 
 
 def squares_bytes(spec: ModelSpec) -> int:
-    """Memory for the sums of all columns, of each expert apart: in the engine, handed out, and as a file has them.
+    """Memory for the sums of all columns, of each expert apart: in the engine, as arrays in Python, and in the file.
 
     The engine has one for what several matrices read, so that this is a little more than it takes.
     """
@@ -72,7 +72,7 @@ def _n_columns(weight: Weight) -> int:
     return math.prod(weight.shape[:-2]) * weight.shape[-1] if is_summed else 0
 
 
-def imatrix_beside(source: Source, out: Path, calibration: Path | None, told: Told = untold) -> Path:
+def imatrix_beside(source: Source, out: Path, calibration: Path | None, report: StepProgress = no_progress) -> Path:
     """The importance matrix beside an output: the one that is there, if it was made of the same, or a new one."""
     path = out.with_name(f"{out.name}.imatrix.gguf")
     made_of = _made_of(source, calibration)
@@ -82,8 +82,10 @@ def imatrix_beside(source: Source, out: Path, calibration: Path | None, told: To
     if there == "":
         what = "is there and was not made by --imatrix auto"
         raise InvalidArgument(f"{path}: {what}: move it, or name it with --imatrix")
-    told("importance matrix: reading the text", 0.0)
-    imatrix = imatrix_of(source, calibration, progress=lambda share: told("importance matrix: reading the text", share))
+    report("importance matrix: reading the text", 0.0)
+    imatrix = imatrix_of(
+        source, calibration, progress=lambda share: report("importance matrix: reading the text", share)
+    )
     write_imatrix(path, Imatrix(imatrix.of, imatrix.datasets, imatrix.n_chunks, imatrix.chunk_size, made_of))
     return path
 

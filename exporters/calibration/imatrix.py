@@ -1,7 +1,7 @@
 """Importance matrices: files of llama.cpp, read and written, and what they say of a tensor.
 
 The GGUF form has, for each matrix, the sums of the squares of its inputs by column (NAME.in_sum2) and the number of
-tokens behind them (NAME.counts), for each expert where there are some. The old form (.dat) has means, scaled by a
+tokens after them (NAME.counts), for each expert where there are some. The old form (.dat) has means, scaled by a
 number of calls.
 """
 
@@ -26,10 +26,10 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 
 @dataclass(frozen=True)
 class Squares:
-    """Squares of the inputs of a matrix.  sums: (n_matrices, n_in).  counts: (n_matrices,) tokens that were summed."""
+    """Squares of the inputs of a matrix."""
 
-    sums: Floats
-    counts: Floats
+    sums: Floats  # (n_matrices, n_in)
+    counts: Floats  # (n_matrices,) tokens that were summed
 
     def means(self) -> Floats:
         """(n_matrices, n_in): the mean square by column, 1 for a matrix that had no tokens."""
@@ -39,17 +39,14 @@ class Squares:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """An importance matrix.
+    """An importance matrix."""
 
-    of: by the name of the tensor.  datasets: names of the texts.  n_chunks, chunk_size: pieces of text and their
-    tokens.  made_of: a hash of the model, the text and the program, "" where it is not known.
-    """
-
-    of: Mapping[str, Squares]
-    datasets: Sequence[str] = ()
+    of: Mapping[str, Squares]  # by the name of the tensor
+    datasets: Sequence[str] = ()  # names of the texts
+    # n_chunks, chunk_size: pieces of text and their tokens
     n_chunks: int = 0
     chunk_size: int = 0
-    made_of: str = ""
+    made_of: str = ""  # a hash of the model, the text and the program, "" where it is not known
 
     @property
     def n_bytes(self) -> int:
@@ -59,7 +56,7 @@ class Imatrix:
     def means(self, name: str, n_matrices: int = 1) -> Floats | None:
         """(n_matrices, n_in), see Squares.means; None for a tensor that is not in it.
 
-        The old form has the experts of a tensor one behind the other.
+        The old form has the experts of a tensor one after the other.
         """
         if name not in self.of:
             return None
@@ -79,7 +76,7 @@ def read_imatrix(path: Path) -> Imatrix:
 
 
 def write_imatrix(path: Path, imatrix: Imatrix) -> None:
-    """Write the GGUF form, tensors by name, completely or not at all. Raises OSError."""
+    """Write the GGUF form, tensors by name, atomically. Raises OSError."""
     metadata: dict[str, MetadataValue] = {
         "general.type": "imatrix",
         "imatrix.datasets": list(imatrix.datasets),

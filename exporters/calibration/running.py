@@ -59,7 +59,7 @@ def check_logits(logits: Logits) -> Logits:
 
 
 def logits_of(model: NativeModel, tokens: Sequence[int]) -> Logits:
-    """(n, n_vocab) the logits behind each token of a text. Raises NumericalError."""
+    """(n, n_vocab) the logits after each token of a text. Raises NumericalError."""
     session = model.session(len(tokens))
     rows = []
     try:
@@ -75,7 +75,7 @@ def logits_of(model: NativeModel, tokens: Sequence[int]) -> Logits:
 def greedy_tokens(
     model: NativeModel, prompts: Sequence[Sequence[int]], n_tokens: int, ends: Collection[int] = ()
 ) -> list[list[int]]:
-    """The most likely tokens behind each prompt, each behind the one before: n_tokens, or up to one that ends the text.
+    """The most likely tokens after each prompt, each after the one before: n_tokens, or up to one that ends the text.
 
     Some texts go through a pass together. Raises NumericalError.
     """
@@ -108,7 +108,7 @@ def _together(
 
 
 def read_text(session: NativeSession, tokens: Sequence[int]) -> Logits:
-    """(1, n_vocab) the logits behind a text, which the session has read and committed. Raises NumericalError."""
+    """(1, n_vocab) the logits after a text, which the session has read and committed. Raises NumericalError."""
     for first in range(0, len(tokens), N_BATCH):
         piece = list(tokens[first : first + N_BATCH])
         logits = session.forward(piece).logits

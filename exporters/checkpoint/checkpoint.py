@@ -109,7 +109,7 @@ class Checkpoint:
     def rows(self, name: str, first: int, last: int) -> Floats:
         """Rows first..last-1 of a tensor, (last - first, n_in).
 
-        The rows of a tensor of three axes are those of its matrices one behind the other; a vector is one row.
+        The rows of a tensor of three axes are those of its matrices one after the other; a vector is one row.
         Raises ModelFileError if they are no floats or no numbers, see shape.
         """
         self.type(name)

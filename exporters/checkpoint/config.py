@@ -22,16 +22,12 @@ _ROPE_NAMES = {"su": "longrope"}  # what the first Phi-3 called it
 
 @dataclass(frozen=True)
 class Rope:
-    """How the heads of a type of layer are rotated.
+    """How the heads of a type of layer are rotated."""
 
-    kind: "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional".  theta: the base.  share: of the
-    numbers of a head that are rotated, 1 for all.  values: what the kind has besides, such as factor.
-    """
-
-    kind: str
-    theta: float
-    share: float
-    values: Config
+    kind: str  # "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"
+    theta: float  # the base
+    share: float  # of the numbers of a head that are rotated, 1 for all
+    values: Config  # what the kind has besides, such as factor
 
 
 class Config:
@@ -173,9 +169,9 @@ class Config:
             self.fail(key, f"a list of {'' if n is None else f'{n} '}{of}")
         return value
 
-    def fail(self, key: str, wanted: str) -> NoReturn:
+    def fail(self, key: str, expected: str) -> NoReturn:
         """Raises ModelFileError: what the key must be, and what it is."""
-        raise ModelFileError(f"{self.path}: {self.prefix}{key} must be {wanted}: {self._found(key)}")
+        raise ModelFileError(f"{self.path}: {self.prefix}{key} must be {expected}: {self._found(key)}")
 
     def refuse(self, key: str, reason: str) -> NoReturn:
         """Raises UnsupportedModel for a value that is sound, but that nothing here can do."""

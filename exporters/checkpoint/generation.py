@@ -24,15 +24,12 @@ _SAMPLING = {  # as llama.cpp calls them, with the least and the most
 
 @dataclass
 class Generation:
-    """What the file says.
+    """What the file says."""
 
-    sampling: by llama.cpp's words, temp for temperature and so on.  ends: ids of the tokens that end an answer.
-    notes: a sentence for each value that is left out, with its key.
-    """
-
+    # by llama.cpp's words, temp for temperature and so on
     sampling: dict[str, int | float] = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)  # ids of the tokens that end an answer
+    notes: list[str] = field(default_factory=list)  # a sentence for each value that is left out, with its key
 
 
 def read_generation(folder: Folder) -> Generation:
@@ -74,5 +71,5 @@ def _read_ends(values: Mapping[str, Any], found: Generation) -> None:
             found.ends.append(each)
 
 
-def _left_out(key: str, value: object, wanted: str) -> str:
-    return f"{NAME}: {key} must be {wanted}: found {shown(value)}, which is left out"
+def _left_out(key: str, value: object, expected: str) -> str:
+    return f"{NAME}: {key} must be {expected}: found {shown(value)}, which is left out"

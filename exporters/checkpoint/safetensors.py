@@ -1,8 +1,8 @@
 """Strict reader of safetensors files (https://github.com/huggingface/safetensors#format).
 
 u64 length of a header in JSON, {name: {dtype, shape, data_offsets}}, the bytes of the tensors. Each number of the
-header is checked against the file before it is used: the tensors must cover the bytes behind the header without overlap
-and without a gap, as the format wants it.
+header is checked against the file before it is used: the tensors must cover the bytes after the header without overlap
+and without a gap, as the format requires.
 """
 
 from __future__ import annotations
@@ -38,21 +38,18 @@ _BITS = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it stands in a file.
-
-    dtype: of the format, such as "BF16".  offset: of its first byte in the file.
-    """
+    """A tensor as it stands in a file."""
 
     name: str
-    dtype: str
+    dtype: str  # of the format, such as "BF16"
     shape: tuple[int, ...]
     file: MappedFile
-    offset: int
+    offset: int  # of its first byte in the file
     n_bytes: int
 
     @property
     def n_rows(self) -> int:
-        """Rows in all: those of the matrices of a tensor of three axes one behind the other; a vector is one row."""
+        """Rows in all: those of the matrices of a tensor of three axes one after the other; a vector is one row."""
         return math.prod(self.shape[:-1])
 
     def read(self, first: int = 0, last: int | None = None) -> Bytes:
@@ -130,10 +127,10 @@ class _Header:
         for tensor in tensors:
             if tensor.offset != end:
                 problem = "overlaps another tensor" if tensor.offset < end else "leaves a gap before it"
-                self._refuse(f"tensor {tensor.name:.80} begins at byte {tensor.offset}, wanted was {end}: it {problem}")
+                self._refuse(f"tensor {tensor.name:.80} begins at byte {tensor.offset}, expected {end}: it {problem}")
             end += tensor.n_bytes
         if end != self._file.size:
-            self._refuse(f"has {self._file.size - end} bytes behind the last tensor, which belong to none")
+            self._refuse(f"has {self._file.size - end} bytes after the last tensor, which belong to none")
 
     def _refuse(self, reason: str) -> NoReturn:
         raise ModelFileError(f"{self._file.path}: {reason}")

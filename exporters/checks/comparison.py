@@ -17,16 +17,16 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.gguf import ModelFile
 
 N_GREEDY = 32
-N_TEXT = 192  # tokens of the text behind whose each the two models are compared
+N_TEXT = 192  # tokens of the text after whose each the two models are compared
 _ENGINE = "the native engine"
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What a check showed.  sentence: for the user.  facts: for the manifest."""
+    """What a check showed."""
 
-    sentence: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    sentence: str  # for the user
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
 
 
 def compare(source: Source, written: Path, is_lossless: bool) -> Checked:

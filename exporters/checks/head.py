@@ -29,15 +29,11 @@ from edgeinfer.models.gguf import ModelFile
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a head expects along a text.
+    """What a head expects along a text."""
 
-    logits: (n - 1, n_logits), behind tokens[1:].  accepted: share of its most likely tokens that are the target's too.
-    features: (n - 1, n_embd), what it was fed with.
-    """
-
-    logits: Logits
-    accepted: float
-    features: Features
+    logits: Logits  # (n - 1, n_logits), after tokens[1:]
+    accepted: float  # share of its most likely tokens that are the target's too
+    features: Features  # (n - 1, n_embd), what it was fed with
 
 
 def compare_heads(source: Source, written: Path, target: Path | None) -> Checked:
@@ -92,7 +88,7 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
 
 
 def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:
-    """The target's hidden rows that a head is fed by, and its most likely tokens, (n,) behind each token."""
+    """The target's hidden rows that a head is fed by, and its most likely tokens, (n,) after each token."""
     session, rows, chosen = model.session(len(tokens)), [], []
     try:
         for first in range(0, len(tokens), N_BATCH):

@@ -29,7 +29,7 @@ def compare_model(source: ModelFile, written: Path, n_ctx: int) -> tuple[Checked
     """Run a file against its source in the native engine; gives what that showed, and the runtime's peak memory.
 
     The source continues a text greedily; the file gets the same tokens, the text in one pass and then one by one, each
-    behind the caches that it gave before. Raises ModelFileError where it is another model; UnsupportedModel where the
+    after the caches that it gave before. Raises ModelFileError where it is another model; UnsupportedModel where the
     native engine does not run the source. BudgetExceeded of running it becomes words.
     """
     n_tokens = max(1, min(N_TOKENS, n_ctx // 2))
@@ -52,7 +52,7 @@ def _context(source: ModelFile, n_ctx: int, n_needed: int) -> int:
 
 
 def compare_head(head: ModelFile, target: ModelFile, written: Path, n_ctx: int) -> tuple[Checked, int | None]:
-    """The same of a draft head beside its target: the logits behind the tokens of a text."""
+    """The same of a draft head beside its target: the logits after the tokens of a text."""
     tokens = check_tokens(target)[: min(N_TOKENS, n_ctx) + 1]
     try:
         with native_model(target, len(tokens)) as model:
@@ -119,7 +119,7 @@ class _Run:
         }
 
     def last_row(self, tokens: Sequence[int]) -> Floats:
-        """The logits behind these tokens, which follow those before."""
+        """The logits after these tokens, which follow those before."""
         first, last = self._n, self._n + len(tokens)
         own = np.arange(first, last)
         given: dict[str, Any] = {"input_ids": np.array([tokens]), "position_ids": own[None], "cache_slots": own}
@@ -131,15 +131,15 @@ class _Run:
         for name in self._inputs:
             if name.startswith("attention_bias"):
                 given[name] = self._bias(name, own, seen)
-        wanted = {name: value for name, value in (given | self._caches).items() if name in self._inputs}
-        out = dict(zip(self._names, self._session.run(None, wanted), strict=True))
+        feeds = {name: value for name, value in (given | self._caches).items() if name in self._inputs}
+        out = dict(zip(self._names, self._session.run(None, feeds), strict=True))
         self._caches = {name: out[name.replace("past_", "present_", 1)] for name in self._caches}
         self._n = last
         row: Floats = out["logits"][0]
         return row
 
     def _bias(self, name: str, own: NDArray[np.int64], seen: NDArray[np.int64]) -> Floats:
-        """(1, 1, n, t) which positions each token sees; the number behind the name is that of a window."""
+        """(1, 1, n, t) which positions each token sees; the number after the name is that of a window."""
         visible = seen <= own[:, None]
         window = name.partition(".")[2]
         if window:

@@ -30,25 +30,21 @@ N_TOKENS = 32
 _MAX_APART, _MAX_DIVERGENCE, TIE = 0.5, 0.02, 0.05
 
 
-def minimum_runtime(wanted: str) -> dict[str, str]:
-    """For the manifest: what a package needs at least. wanted: a name and a version."""
-    return dict(zip(("name", "at_least"), wanted.split(), strict=True))
+def minimum_runtime(requirement: str) -> dict[str, str]:
+    """For the manifest: what a package needs at least. requirement: a name and a version."""
+    return dict(zip(("name", "at_least"), requirement.split(), strict=True))
 
 
 @dataclass(frozen=True)
 class GreedyRun:
-    """What the native engine makes of a prompt without sampling.
+    """What the native engine makes of a prompt without sampling."""
 
-    text, prompt: of the prompt, and its ids.  tokens: the most likely ones behind it, without one that ends the answer.
-    forced: the same, and those behind the end, up to the number that was wanted.  logits: (len(forced), n_vocab)
-    float32, those that each token was chosen by.
-    """
-
+    # text, prompt: of the prompt, and its ids
     text: str
     prompt: list[int]
-    tokens: list[int]
-    forced: list[int]
-    logits: NDArray[np.float32]
+    tokens: list[int]  # the most likely ones after it, without one that ends the answer
+    forced: list[int]  # the same, and those after the end, up to the requested number
+    logits: NDArray[np.float32]  # (len(forced), n_vocab) float32, those that each token was chosen by
 
 
 def check_prompt(file: ModelFile, template: str | None = None) -> tuple[str, list[int]]:
@@ -112,26 +108,26 @@ def compare_tokens(run: GreedyRun, found: Sequence[int], runtime: str) -> str:
     Raises ModelFileError where another token follows that is no tie, whose logits are _MAX_APART apart or less, and
     where there is nothing to compare.
     """
-    wanted = run.tokens
-    if not wanted and not found:
+    expected = run.tokens
+    if not expected and not found:
         raise ModelFileError(
             f"the check has compared nothing: the answer of the source to {run.text!r:.60} ends at its first token, "
             f"and so does that of {runtime}; nothing was written; --no-check writes it unchecked"
         )
-    n_equal = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), None)
-    if n_equal is None and len(found) == len(wanted):
-        return f"{len(found)} of {len(wanted)} greedy tokens equal the source in {runtime}"
-    n_equal = min(len(found), len(wanted)) if n_equal is None else n_equal
+    n_equal = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    if n_equal is None and len(found) == len(expected):
+        return f"{len(found)} of {len(expected)} greedy tokens equal the source in {runtime}"
+    n_equal = min(len(found), len(expected)) if n_equal is None else n_equal
     row = run.logits[min(n_equal, len(run.logits) - 1)]
     apart = float(row.max() - row[found[n_equal]]) if n_equal < len(found) else 0.0
-    said = f"{n_equal} of {len(wanted)} greedy tokens equal the source in {runtime}, the next is {apart:.3f} below"
+    said = f"{n_equal} of {len(expected)} greedy tokens equal the source in {runtime}, the next is {apart:.3f} below"
     if apart > _MAX_APART or n_equal == len(found):
         raise ModelFileError(f"the package gives another text than its source: {said}; nothing was written")
     return said
 
 
 def compare_logits(run: GreedyRun, rows: NDArray[np.float32], runtime: str) -> tuple[str, dict[str, float]]:
-    """A sentence about the logits behind the tokens of the source, and figures.
+    """A sentence about the logits after the tokens of the source, and figures.
 
     rows: (len(run.forced), n_vocab) of a runtime, which was given run.forced one by one.
     Raises ModelFileError where they are those of another model.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Keys = dict[str, MetadataValue]
 
-# Names of modules in a layer of Hugging Face, and what they are behind "blk.<index>." in GGUF.
+# Names of modules in a layer of Hugging Face, and what they are after "blk.<index>." in GGUF.
 ATTENTION = {
     "self_attn.q_proj.weight": "attn_q.weight",
     "self_attn.k_proj.weight": "attn_k.weight",
@@ -34,7 +34,7 @@ QKV_BIASES = {
 }
 BIASES = {**QKV_BIASES, "self_attn.o_proj.bias": "attn_output.bias"}
 QK_NORMS = {"self_attn.q_norm.weight": "attn_q_norm.weight", "self_attn.k_norm.weight": "attn_k_norm.weight"}
-NORMS_BEHIND = {
+NORMS_AFTER = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
 }
@@ -48,18 +48,16 @@ def shared_experts(module: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where the experts of a checkpoint are.
+    """Where the experts of a checkpoint are."""
 
-    module: in a layer.  matrices: "gate", "up" and "down" by their names behind "<module>.<number>.".  router: its
-    weight.  count, used: the keys of config.json, of which the first that is there counts.  more, optional: further
-    tensors of a layer with experts, as in Recipe.
-    """
-
-    module: str = "mlp.experts"
+    module: str = "mlp.experts"  # in a layer
+    # "gate", "up" and "down" by their names after "<module>.<number>."
     matrices: Mapping[str, str] = field(default_factory=lambda: GATED)
-    router: str = "mlp.gate.weight"
+    router: str = "mlp.gate.weight"  # its weight
+    # count, used: the keys of config.json, of which the first that is there counts
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     used: str = "num_experts_per_tok"
+    # more, optional: further tensors of a layer with experts, as in Recipe
     more: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
 
@@ -78,40 +76,33 @@ def _everywhere(model: Model, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one kind of checkpoint becomes a GGUF file; what most have in common is not mentioned.
+    """How one kind of checkpoint becomes a GGUF file; what most have in common is not mentioned."""
 
-    name: general.architecture.  classes, model_types: of config.json, which say what a checkpoint is.
-    defaults: what transformers takes for keys that config.json lacks.  fixed: keys of config.json that would ask for
-    another model, with the values that this one has, None for absent; reads: keys that `keys` or `check` look at.
-    attention, norms, dense, optional: tensors of a layer, those of Hugging Face to those of GGUF; `dense` in layers
-    without experts, `optional` where the checkpoint has them.  experts: where they are; has_experts: in which layers.
-    special: further tensors, whose names in the checkpoint they take with Model.take.
-    interleaved: whether queries and keys are permuted to pairs that stand side by side.  norm_shift: what is added to
-    the weights of norms.  output: whether there may, must or cannot be an output matrix beside the embeddings.
-    rope_kinds: ways to scale the rotation for long contexts, beyond those that every architecture has.  part_rotated:
-    whether a part of each head may be rotated.  keys: metadata beyond the common; last, so that it may replace.
-    cuts_vocabulary: whether rows of the embeddings behind the last token are left out.  check: refuses what cannot be
-    converted.
-    """
-
-    name: str
+    name: str  # general.architecture
+    # classes, model_types: of config.json, which say what a checkpoint is
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers takes for keys that config.json lacks
+    # keys of config.json that would ask for another model, with the values that this one has, None for absent
     fixed: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()  # keys that `keys` or `check` look at
+    # attention, norms, dense, optional: tensors of a layer, those of Hugging Face to those of GGUF; `dense` in layers
+    # without experts, `optional` where the checkpoint has them
     attention: Mapping[str, str] = field(default_factory=lambda: ATTENTION)
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     dense: Mapping[str, str] = field(default_factory=lambda: DENSE)
     optional: Mapping[str, str] = field(default_factory=dict)
-    experts: ExpertNames | None = None
-    has_experts: Callable[[Model, int], bool] = _everywhere
+    experts: ExpertNames | None = None  # where they are
+    has_experts: Callable[[Model, int], bool] = _everywhere  # in which layers
+    # further tensors, whose names in the checkpoint they take with Model.take
     special: Callable[[Model], list[SourceTensor]] = _no_tensors
-    interleaved: bool = False
-    norm_shift: float = 0.0
+    interleaved: bool = False  # whether queries and keys are permuted to pairs that stand side by side
+    norm_shift: float = 0.0  # what is added to the weights of norms
+    # whether there may, must or cannot be an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
+    # ways to scale the rotation for long contexts, beyond those that every architecture has
     rope_kinds: frozenset[str] = frozenset()
-    part_rotated: bool = False
-    keys: Callable[[Model], Keys] = _no_keys
-    check: Callable[[Model], None] = lambda model: None
-    cuts_vocabulary: bool = False
+    part_rotated: bool = False  # whether a part of each head may be rotated
+    keys: Callable[[Model], Keys] = _no_keys  # metadata beyond the common; last, so that it may replace
+    check: Callable[[Model], None] = lambda model: None  # refuses what cannot be converted
+    cuts_vocabulary: bool = False  # whether rows of the embeddings after the last token are left out

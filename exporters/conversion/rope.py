@@ -42,7 +42,7 @@ def rope_keys(model: Model) -> Keys:
     if rope.kind == "longrope":
         return keys | _long_keys(model)
     if rope.kind == "dynamic":
-        model.note(f"rope_type dynamic changes the rotation behind {model.n_ctx} tokens only, and is left out")
+        model.note(f"rope_type dynamic changes the rotation after {model.n_ctx} tokens only, and is left out")
     return keys
 
 

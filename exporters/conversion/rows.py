@@ -18,7 +18,7 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.finite import MXFP4_LARGEST
 from edgeinfer.models.gguf import GGMLType
 
-Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # rows of the source, of rows of the result
+Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from row numbers of the result to those of the source
 
 _SAME = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 
@@ -37,7 +37,7 @@ def of_array(name: str, values: Floats) -> SourceTensor:
 
 
 def as_f32(tensor: SourceTensor) -> SourceTensor:
-    """The same weights, to be kept as F32: what few of are and what much depends on."""
+    """The same weights as F32: for small tensors that much depends on."""
     return tensor if tensor.type == GGMLType.F32 else replace(tensor, type=GGMLType.F32, stored=None)
 
 
@@ -145,8 +145,8 @@ def mxfp4(checkpoint: Checkpoint, blocks: str, scales: str) -> SourceTensor:
     Raises ModelFileError.
     """
     shape = checkpoint.shape(scales)
-    for name, wanted in ((blocks, (*shape, 16)), (scales, shape)):
-        checkpoint.check_shape(name, wanted)
+    for name, expected in ((blocks, (*shape, 16)), (scales, shape)):
+        checkpoint.check_shape(name, expected)
         if checkpoint.dtype(name) != "U8":
             checkpoint.refuse(name, f"must be U8: found {checkpoint.dtype(name)}")
     n_blocks = shape[-1]

@@ -34,12 +34,12 @@ def tensors(model: Model) -> list[SourceTensor]:
 
 
 def named(model: Model, theirs: str, ours: str) -> SourceTensor:
-    """A tensor that has one of its own in GGUF."""
+    """A tensor that becomes one tensor of the GGUF file."""
     return finished(model, replace(model.take(theirs), name=ours))
 
 
 def finished(model: Model, tensor: SourceTensor) -> SourceTensor:
-    """What all tensors go through that have their name in GGUF."""
+    """The last steps of every tensor, once it has its GGUF name."""
     recipe, name = model.recipe, tensor.name
     if recipe.norm_shift and name.endswith("norm.weight"):
         tensor = rows.shifted(tensor, recipe.norm_shift)
@@ -135,7 +135,7 @@ def _output(model: Model) -> list[SourceTensor]:
             model.checkpoint.refuse(OUTPUT, "is missing, and config.json says tie_word_embeddings false")
         if kind != "required":
             return []
-        model.note("the output matrix is a copy of the embeddings, as GGUF wants one in this architecture")
+        model.note("the output matrix is a copy of the embeddings, as GGUF needs one in this architecture")
         return [named(model, EMBEDDINGS, name)]
     if (not tied and kind != "tied") or EMBEDDINGS not in model:
         return [named(model, OUTPUT, name)]

@@ -44,8 +44,8 @@ def check_period(model: Model, period: int) -> None:
         if found != period:
             model.refuse("sliding_window_pattern", f"must be {period} for {name} in GGUF: found {found!r:.80}")
         return
-    wanted = ["full_attention" if layer % period == period - 1 else _WINDOW for layer in range(model.n_layers)]
-    for layer, (kind, usual) in enumerate(zip(types, wanted, strict=True)):
+    expected = ["full_attention" if layer % period == period - 1 else _WINDOW for layer in range(model.n_layers)]
+    for layer, (kind, usual) in enumerate(zip(types, expected, strict=True)):
         if kind != usual:
             model.refuse("layer_types", f"must be {usual} in layer {layer} for {name} in GGUF: found {kind:.80}")
 

@@ -20,12 +20,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class HeadTypes:
-    """Types of a head's matrices.  ffn: of the feed-forward networks and of the output rows.  others: of the front and
-    of attention, which lose more from few bits.
-    """
+    """Types of a head's matrices."""
 
-    ffn: GGMLType
-    others: GGMLType
+    ffn: GGMLType  # of the feed-forward networks and of the output rows
+    others: GGMLType  # of the front and of attention, which lose more from few bits
 
     def of(self, name: str) -> GGMLType:
         """Of a matrix, by its name in a file or in torch."""
@@ -45,7 +43,7 @@ def write_draft_head(
 ) -> None:
     """Write a head of kind "dgf" for this target; its norms are F32.
 
-    sizes: the keys behind "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
+    sizes: the keys after "draft-head.", from "embedding_length" to "context_length".  weights: the tensors by name,
     without the rows of the output matrix, which are made of the target's when the head is opened.  draft_vocab:
     (n_logits,) ascending ids of the target.  taps, matches: see HeadSpec.
     Raises UnsupportedModel, ShapeError for weights that the type cannot hold, OSError.

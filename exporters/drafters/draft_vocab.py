@@ -77,7 +77,7 @@ class DraftVocabSource(Source):
         self.digest = hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
         self.path = source.path
         self.metadata: Metadata = source.metadata
-        some = rows.arranged(output, (len(ids), output.n_in), lambda wanted: ids[wanted].astype(np.int64))
+        some = rows.arranged(output, (len(ids), output.n_in), lambda places: ids[places].astype(np.int64))
         others = [tensor for tensor in source.tensors if tensor.name != _OUTPUT]
         self.tensors: Sequence[SourceTensor] = [*others, replace(some, name=_OUTPUT), _integers(ids)]
         self.notes: Sequence[str] = [

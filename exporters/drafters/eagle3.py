@@ -1,6 +1,6 @@
 """EAGLE-3 draft heads of Hugging Face (Li et al., arXiv:2503.01840), as llama.cpp's converter writes them.
 
-A head is one layer, whose tensors checkpoints call `midlayer.`, `layers.0.` or the same behind `model.`. What it lacks
+A head is one layer, whose tensors checkpoints call `midlayer.`, `layers.0.` or the same after `model.`. What it lacks
 is its target's: the vocabulary always, embeddings and output matrix where the checkpoint has none.
 """
 
@@ -54,14 +54,14 @@ RECIPE = Recipe(
 
 @dataclass(frozen=True)
 class _Target:
-    """What a head must know of its target.  words: its vocabulary, as keys of GGUF."""
+    """What a head must know of its target."""
 
     source: Source
     architecture: str
     n_layers: int
     n_embd: int
     n_vocab: int
-    words: Metadata
+    words: Metadata  # its vocabulary, as keys of GGUF
 
     @classmethod
     def of(cls, source: Source) -> _Target:
@@ -168,12 +168,12 @@ def _check_target(model: Model, target: _Target) -> None:
     """Raises UnsupportedModel where the checkpoint says that it is a head for another model."""
     path = target.source.path
     fc = model.checkpoint.shape("fc.weight")
-    wanted = {
+    expected = {
         "target_hidden_size": (model.config.get("target_hidden_size"), target.n_embd, "rows"),
         "vocab_size": (model.config.get("vocab_size"), target.n_vocab, "tokens"),
         "fc.weight": (fc[-1] if fc else 0, _LAYERS_OF_TARGET * target.n_embd, "inputs"),
     }
-    for what, (found, its, unit) in wanted.items():
+    for what, (found, its, unit) in expected.items():
         if found is not None and found != its:
             raise UnsupportedModel(
                 f"{model.checkpoint.path}: {what} is {found}, but {path} would need {its} {unit}: use the target that "
@@ -225,7 +225,7 @@ def _output(model: Model, target: _Target) -> list[SourceTensor]:
     order = np.argsort(ids, kind="stable")
     if np.any(order != np.arange(len(ids))):
         model.note("the rows of the output matrix are put in the order of their tokens")
-        output = [rows.arranged(output[0], output[0].shape, lambda wanted: order[wanted])]
+        output = [rows.arranged(output[0], output[0].shape, lambda some: order[some])]
     return [*output, _integers(EAGLE3_VOCAB, ids[order])]
 
 

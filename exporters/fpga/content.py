@@ -38,7 +38,7 @@ _VECTORS = {  # by block and field, with the name in the folder
 
 @dataclass(frozen=True)
 class Product:
-    """The matrices of a layer that share their input, as one matrix (n_out, n_in): rows of one behind the other's."""
+    """The matrices of a layer that share their input, as one matrix (n_out, n_in): rows of one after the other's."""
 
     name: str
     phase: str

@@ -68,11 +68,11 @@ def check_against(path: Path, content: Content) -> str:
 
 def _compare(folder: BoardFolder, of: Product) -> None:
     trits, scales = of.read()
-    for what, wanted, found in (
+    for what, expected, found in (
         ("trits", trits, folder.trits(of.name)),
         ("scales", scales, folder.scales(of.name)),
     ):
-        if not np.array_equal(wanted, found):
+        if not np.array_equal(expected, found):
             raise BadBoardFolder(f"{of.name}: {what} must be those of the source: found others; nothing was written")
 
 
@@ -99,7 +99,7 @@ def _phase_faults(folder: BoardFolder) -> Iterator[str]:
                 f"{found}; manifest.json was changed"
             )
             if tensor is None:
-                return  # the layers behind it would be told one by one
+                return  # the layers after it would be reported one by one
     others = [
         each.name for each in folder.manifest.tensors if each.layer is not None and each.layer >= facts["n_layers"]
     ]

@@ -24,9 +24,9 @@ _Array = TypeVar("_Array", bound=NDArray[Any])
 
 
 class LayerWeights(Protocol):
-    """What a layer is computed from. facts: `model` of the manifest."""
+    """What a layer is computed from."""
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # `model` of the manifest
 
     def matrix(self, phase: str) -> tuple[Trits, Floats]:
         """Trits (n_out, n_in) and the scale of each row."""
@@ -54,10 +54,10 @@ def stages_of(layer: LayerWeights, x: Floats) -> Iterator[Stage]:
 
 @dataclass
 class _Run:
-    """stages: those since `taken` was called."""
+    """A layer that is being computed."""
 
     layer: LayerWeights
-    stages: list[Stage]
+    stages: list[Stage]  # those since `taken` was called
 
     def taken(self) -> list[Stage]:
         """The stages until now, which are forgotten."""

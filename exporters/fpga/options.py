@@ -21,18 +21,14 @@ _USUAL_SHAPES = {"base3": (4, 16), "g3x5": (16, 4), "2bit": (4, 64)}  # rows, ta
 
 @dataclass(frozen=True)
 class BoardOptions:
-    """The options of an export.
-
-    n_golden: golden vectors of each matrix of some layers.  rescored: tokens that the ternary first stage of the output
-    matrix lets through, 0 without that stage.  n_ctx: None for the usual one.
-    """
+    """The options of an export."""
 
     board: Board
     geometry: Geometry
-    n_golden: int
+    n_golden: int  # golden vectors of each matrix of some layers
     embeddings: EmbeddingType
-    rescored: int
-    n_ctx: int | None
+    rescored: int  # shortlist of the output matrix: ternary picks so many tokens, int8 rescores them; 0 without ternary
+    n_ctx: int | None  # None for the usual one
 
     @classmethod
     def of(cls, request: Request) -> BoardOptions:

@@ -41,13 +41,13 @@ def stage_faults(folder: BoardFolder) -> Iterator[str]:
     if _TOKENS not in folder.arrays:
         return
     tokens = folder.array(_TOKENS)
-    for name, wanted in stages_of(_OfFolder(folder), folder_embeddings(folder, tokens)):
+    for name, expected in stages_of(_OfFolder(folder), folder_embeddings(folder, tokens)):
         found = folder.array(f"{_PREFIX}{name}")
-        if wanted.tobytes() != found.tobytes():
-            at = tuple(np.argwhere(wanted != found)[0]) if (wanted != found).any() else (0,) * wanted.ndim
+        if expected.tobytes() != found.tobytes():
+            at = tuple(np.argwhere(expected != found)[0]) if (expected != found).any() else (0,) * expected.ndim
             yield (
                 f"{folder.path}: stage {name} of layer {LAYER} at {tuple(map(int, at))}: the folder's weights give "
-                f"{wanted[at]}, {FILE} says {found[at]}; a golden value, a weight or a norm was changed"
+                f"{expected[at]}, {FILE} says {found[at]}; a golden value, a weight or a norm was changed"
             )
             return
 

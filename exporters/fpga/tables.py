@@ -23,7 +23,7 @@ _THRESHOLD = 0.7  # of the mean magnitude of a row
 
 
 def write_int8(writer: BoardWriter, file: str, name: str, tensor: StoredTensor) -> None:
-    """Rows as int8, with a float32 scale each in the array `NAME_scales` behind them."""
+    """Rows as int8, with a float32 scale each in the array `NAME_scales` after them."""
     scales: list[Floats] = []
 
     def pieces() -> Iterator[NDArray[np.int8]]:

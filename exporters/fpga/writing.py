@@ -20,11 +20,12 @@ from edgeinfer.hls.packing import Bytes, pack
 
 @dataclass(frozen=True)
 class _Packed:
-    """A product, ready to be written. x, y: golden vectors, None where it has none."""
+    """A product, ready to be written."""
 
     product: Product
     stream: Bytes
     scales: NDArray[np.float32]
+    # x, y: golden vectors, None where it has none
     x: NDArray[np.int8] | None = None
     y: NDArray[np.int32] | None = None
 

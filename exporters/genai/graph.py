@@ -1,6 +1,6 @@
 """The graph of a decoder as ONNX Runtime GenAI feeds it.
 
-GenAI gives input_ids and position_ids (1, n), attention_mask (1, t) and the caches, and wants logits (1, m, n_vocab).
+GenAI gives input_ids and position_ids (1, n), attention_mask (1, t) and the caches, and takes logits (1, m, n_vocab).
 From these the adapter makes the other inputs of edgeinfer.backends.onnx.decoder: t is the number of positions that the
 mask is for, and logit_rows are all rows, or the last one.
 """
@@ -54,7 +54,7 @@ def _check_caches(file: ModelFile, spec: ModelSpec) -> None:
     head_dim = next(iter(shapes))[1]
     if head_dim % 8:
         raise UnsupportedModel(
-            f"{file.path}: heads have {head_dim} numbers, and ONNX Runtime's attention wants a multiple of 8: export "
+            f"{file.path}: heads have {head_dim} numbers, and ONNX Runtime's attention needs a multiple of 8: export "
             "it with --to onnx --operators plain or --to gguf"
         )
 

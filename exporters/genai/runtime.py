@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.common.errors import BackendUnavailable
 from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
-WANTED = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it
+MIN_RUNTIME = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it
 
 
 def check_installed() -> None:
@@ -59,7 +59,7 @@ def _run(library: Any, question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(library: Any, model: Any, question: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Greedy tokens behind the prompt, without one that ends the answer, and what drafting came to."""
+    """Greedy tokens after the prompt, without one that ends the answer, and what drafting came to."""
     generator, n_made = _generator(library, model, question), 0
     while not generator.is_done() and n_made < len(question["tokens"]):
         generator.generate_next_token()
@@ -79,7 +79,7 @@ def _logits(library: Any, model: Any, question: dict[str, Any]) -> NDArray[np.fl
 
 
 def _generator(library: Any, model: Any, question: dict[str, Any]) -> Any:
-    """A generator without sampling, behind the prompt, with caches for the whole context."""
+    """A generator without sampling, after the prompt, with caches for the whole context."""
     params = library.GeneratorParams(model)
     params.set_search_options(do_sample=False, repetition_penalty=1.0, max_length=question["n_ctx"])
     generator = library.Generator(model, params)

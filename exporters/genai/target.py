@@ -30,7 +30,7 @@ from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.genai.config import CHUNK, MAX_DRAFT_TOKENS, decoder_config, genai_config, search_notes
 from edgeinfer.exporters.genai.graph import genai_graph
-from edgeinfer.exporters.genai.runtime import WANTED, check_installed
+from edgeinfer.exporters.genai.runtime import MIN_RUNTIME, check_installed
 from edgeinfer.exporters.onnx import planned_tensors
 from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
@@ -80,7 +80,7 @@ class GenaiTarget(ExportTarget):
                 check, facts, check_bytes = _checked(package, folder) if request.check else (None, {}, None)
             facts |= {
                 "n_ctx": package.n_ctx,
-                "runtime": minimum_runtime(WANTED),
+                "runtime": minimum_runtime(MIN_RUNTIME),
                 "estimated_peak_bytes": estimated_peak(package),
             }
             return Result([request.out / name for name in names], check, facts, check_bytes)
@@ -88,12 +88,12 @@ class GenaiTarget(ExportTarget):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model of a package. name: of its file."""
+    """A model of a package."""
 
     file: ModelFile
     spec: ModelSpec
     graph: Graph
-    name: str
+    name: str  # of its file
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Package:
 
     @property
     def spare(self) -> int:
-        """Positions of a context that drafts take behind an answer."""
+        """Positions of a context that drafts take after an answer."""
         return MAX_DRAFT_TOKENS + 1 if self.drafts else 0
 
 
@@ -192,13 +192,13 @@ def _notes(request: Request, package: Package) -> Iterator[str]:
             yield f"{name} alone takes more than {human_bytes(MAX_FILE_BYTES)}, and a file of its own"
     yield from search_notes(package.decoders[0].file)
     yield (
-        f"It needs {WANTED} or newer and, with {package.n_ctx} tokens, some {human_bytes(estimated_peak(package))} of "
-        "memory (estimated)."
+        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some "
+        f"{human_bytes(estimated_peak(package))} of memory (estimated)."
     )
 
 
-def _bytes_of(decoder: Decoder, wanted: list[Any]) -> int:
-    names = {name for name, info in decoder.file.tensors.items() if any(info is each for each in wanted)}
+def _bytes_of(decoder: Decoder, infos: list[Any]) -> int:
+    names = {name for name, info in decoder.file.tensors.items() if any(info is each for each in infos)}
     return sum(tensor.n_bytes for tensor in planned_tensors(decoder.graph, decoder.file) if tensor.name in names)
 
 
@@ -257,7 +257,7 @@ def _checked(package: Package, folder: Path) -> tuple[str, dict[str, Any], int |
         compare_tokens(run, found["answer"], runtime)
     if found["rendered"] is not None and found["rendered"] != run.text:
         raise ModelFileError(
-            f"{file.path}: {runtime} renders the chat template otherwise: wanted {run.text!r:.300}, found "
+            f"{file.path}: {runtime} renders the chat template otherwise: expected {run.text!r:.300}, found "
             f"{found['rendered']!r:.300}; nothing was written"
         )
     _check_ids(file, found["ids"], runtime)
@@ -286,10 +286,10 @@ def _check_ids(file: ModelFile, found: list[list[int]], runtime: str) -> None:
     """Raises ModelFileError where a runtime cuts a text into other tokens."""
     tokenizer = Tokenizer.from_file(file)
     for text, ids in zip(probes_of(file), found, strict=True):
-        wanted = tokenizer.encode(text, parse_special=True)
-        if ids != wanted:
-            names = [[tokenizer.name(id) for id in each] for each in (wanted, ids)]
+        expected = tokenizer.encode(text, parse_special=True)
+        if ids != expected:
+            names = [[tokenizer.name(id) for id in each] for each in (expected, ids)]
             raise ModelFileError(
-                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {names[0]!r:.200}, found "
+                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: expected {names[0]!r:.200}, found "
                 f"{names[1]!r:.200}; nothing was written"
             )

@@ -22,11 +22,11 @@ QUANTIZATION_VERSION = 2  # general.quantization_version of the block layouts th
 
 @dataclass(frozen=True)
 class FileType:
-    """A kind of file.  number: general.file_type.  type: of most matrices."""
+    """A kind of file."""
 
     name: str
-    number: int
-    type: GGMLType
+    number: int  # general.file_type
+    type: GGMLType  # of most matrices
 
 
 FILE_TYPES = {
@@ -173,11 +173,11 @@ def _more_bits(layer: int, n_layers: int) -> bool:
 
 @dataclass(frozen=True)
 class _Model:
-    """What the choice needs to know of a model.  n_shared: query heads for each head of keys."""
+    """What the choice needs to know of a model."""
 
     n_layers: int
     n_experts: int
-    n_shared: int
+    n_shared: int  # query heads for each head of keys
     is_tied: bool
     is_70b: bool
     n_values: int
@@ -208,12 +208,12 @@ class _Model:
 
 @dataclass
 class _Choice:
-    """The choice of types, tensor by tensor in llama.cpp's order.  seen: tensors of each category so far."""
+    """The choice of types, tensor by tensor in llama.cpp's order."""
 
     kind: FileType
     model: _Model
     has_imatrix: bool
-    seen: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)  # tensors of each category so far
 
     def type_of(self, tensor: SourceTensor) -> GGMLType:
         if not is_quantised(tensor):
@@ -222,17 +222,17 @@ class _Choice:
         if is_float:
             return self.kind.type
         is_kept = tensor.type in TERNARY_TYPES or tensor.type == GGMLType.MXFP4
-        return tensor.type if is_kept else fitting(self._wanted(tensor), tensor.n_in)
+        return tensor.type if is_kept else fitting(self._by_category(tensor), tensor.n_in)
 
-    def _wanted(self, tensor: SourceTensor) -> GGMLType:
+    def _by_category(self, tensor: SourceTensor) -> GGMLType:
         """The type by category, whether or not the rows fit it."""
         category = _category(tensor.name)
         if category == "output" or (category == "token_embd" and self.model.is_tied):
             return self._output(tensor.n_in)
         rule = _RULES.get(category)
-        wanted = rule(self, tensor) if rule is not None else None
+        chosen = rule(self, tensor) if rule is not None else None
         self.seen[category] += 1
-        return self.kind.type if wanted is None else GGMLType[wanted]
+        return self.kind.type if chosen is None else GGMLType[chosen]
 
     def _output(self, n_in: int) -> GGMLType:
         if self.kind.type == GGMLType.Q8_0 or n_in % self.kind.type.block_elements:
@@ -247,9 +247,9 @@ class _Choice:
         """attn_v, or one matrix of which the values are a part."""
         if self.model.n_experts == 8:
             return "Q8_0"
-        wanted = self._of_values()
-        is_few = (wanted or self.kind.type.name) in ("Q3_K", "Q4_K")
-        return "Q5_K" if self.model.is_70b and is_few else wanted
+        chosen = self._of_values()
+        is_few = (chosen or self.kind.type.name) in ("Q3_K", "Q4_K")
+        return "Q5_K" if self.model.is_70b and is_few else chosen
 
     def _of_values(self) -> str | None:
         n_seen, name = self.seen["attn_v"], self.kind.name

@@ -1,8 +1,8 @@
-"""A file that is written tensor by tensor beside its place, with a journal by which a stopped export goes on.
+"""A file that is written tensor by tensor under another name, with a journal from which a stopped export resumes.
 
 OUT.partial has the bytes, OUT.partial.journal a line of JSON for what is done: first what the export is made of, then
 each tensor with its hash. What the journal says is compared with the bytes before it is relied on, so that neither a
-kill nor a power cut leaves anything that is taken for whole. OUT gets its name when all is written.
+kill nor a power cut leaves anything that is taken for whole. OUT is renamed to its name when all is written.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _new_journal_path(out: Path) -> Path:
 
 
 def discard(out: Path) -> None:
-    """Take a partial file and its journal away."""
+    """Remove a partial file and its journal."""
     _new_journal_path(out).unlink(missing_ok=True)
     journal_path(out).unlink(missing_ok=True)
     partial_path(out).unlink(missing_ok=True)
@@ -222,8 +222,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    return [key for key in wanted if found.get(key) != wanted[key]]
+def _differences(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    return [key for key in expected if found.get(key) != expected[key]]
 
 
 def _write_all(file: RawIOBase, data: memoryview) -> None:

@@ -104,8 +104,8 @@ def _opened(request: Request) -> Iterator[Source]:
                 f"{request.source} is no draft head: --target goes with draft heads, and with draft models whose "
                 f"types are chosen for it (--type auto)"
             )
-        wanted = request.more.get("draft_vocab")
-        yield source if wanted is None else draft_vocab_source(source, wanted, request.more.get("draft_text"))
+        requested = request.more.get("draft_vocab")
+        yield source if requested is None else draft_vocab_source(source, requested, request.more.get("draft_text"))
 
 
 def _target_of(request: Request) -> Path | None:
@@ -124,19 +124,16 @@ def _checked(job: GgufJob, written: Path) -> Checked:
 
 @dataclass(frozen=True)
 class GgufJob:
-    """A file that is to be written.
-
-    types: of each tensor.  imatrix: the file of the importance matrix.  imatrix_bytes: what it takes in memory.
-    notes, facts: for the plan and the manifest.
-    """
+    """A file that is to be written."""
 
     request: Request
     source: Source
-    types: Mapping[str, GGMLType]
+    types: Mapping[str, GGMLType]  # of each tensor
     tensors: Sequence[Tensor]
     layout: Layout
-    imatrix: Path | None = None
-    imatrix_bytes: int = 0
+    imatrix: Path | None = None  # the file of the importance matrix
+    imatrix_bytes: int = 0  # what it takes in memory
+    # notes, facts: for the plan and the manifest
     notes: Sequence[str] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -256,7 +253,7 @@ def _made_imatrix(source: Source, request: Request) -> Path:
     from edgeinfer.exporters.calibration.collect import imatrix_beside
 
     whole = source.whole if isinstance(source, DraftVocabSource) else source
-    return imatrix_beside(whole, request.out, request.calibration, request.told)
+    return imatrix_beside(whole, request.out, request.calibration, request.report)
 
 
 def _imatrix_keys(imatrix: Imatrix | None, path: Path | None) -> dict[str, MetadataValue]:
@@ -289,11 +286,11 @@ def _notes(request: Request, source: Source, types: Mapping[str, GGMLType], imat
         missing = [t for t in quantised if t.name.startswith("blk.") and t.name not in imatrix.of]
         if missing:
             notes.append(f"{len(missing)} matrices are not in the importance matrix, such as {missing[0].name}")
-    wanted = None if request.type is None or _is_auto(request) else file_type(request.type).type
-    fallen = [t for t in quantised if wanted is not None and t.n_in % wanted.block_elements]
-    if fallen and wanted is not None:
+    requested = None if request.type is None or _is_auto(request) else file_type(request.type).type
+    fallen = [t for t in quantised if requested is not None and t.n_in % requested.block_elements]
+    if fallen and requested is not None:
         notes.append(
-            f"{len(fallen)} matrices have rows that are no multiple of {wanted.block_elements}, such as "
+            f"{len(fallen)} matrices have rows that are no multiple of {requested.block_elements}, such as "
             f"{fallen[0].name} ({fallen[0].n_in}): they get a type of smaller blocks"
         )
     return notes

@@ -31,7 +31,7 @@ def written_tensor(source: Source, tensor: SourceTensor, type: GGMLType, importa
     n_matrices = math.prod(tensor.shape[:-2])
     if importance is not None and importance.shape != (n_matrices, tensor.n_in):
         raise InvalidArgument(
-            f"tensor {tensor.name}: the importance matrix has {importance.shape}, wanted is "
+            f"tensor {tensor.name}: the importance matrix has {importance.shape}, expected "
             f"{(n_matrices, tensor.n_in)}: it is of another model"
         )
     return Tensor(tensor.name, type, tensor.shape, partial(_pieces, source, tensor, type, importance))

@@ -27,15 +27,12 @@ _FORMATS = {_UINT32: "I", _INT32: "i", _FLOAT32: "f", _BOOL: "?", _UINT64: "Q", 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor whose bytes are made when they are written, so that only one is in memory at a time.
-
-    shape: in numpy's order.  pieces: the bytes as GGUF stores them, concatenated.
-    """
+    """A tensor whose bytes are made when they are written, so that only one is in memory at a time."""
 
     name: str
     type: GGMLType
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[NDArray[np.uint8]]]
+    shape: tuple[int, ...]  # in numpy's order
+    pieces: Callable[[], Iterable[NDArray[np.uint8]]]  # the bytes as GGUF stores them, concatenated
 
     @property
     def n_bytes(self) -> int:
@@ -45,19 +42,15 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything of a file lies.
+    """Where everything of a file lies."""
 
-    header: its first bytes, with the padding behind them.  offsets: of each tensor, in bytes from the start of the
-    file.  n_bytes: of the whole file.
-    """
-
-    header: bytes
-    offsets: Mapping[str, int]
-    n_bytes: int
+    header: bytes  # its first bytes, with the padding after them
+    offsets: Mapping[str, int]  # of each tensor, in bytes from the start of the file
+    n_bytes: int  # of the whole file
 
 
 def layout(metadata: Metadata, tensors: Sequence[Tensor]) -> Layout:
-    """The layout of a file with this metadata and these tensors, one behind the other."""
+    """The layout of a file with this metadata and these tensors, one after the other."""
     header = _header(metadata, tensors)
     header += bytes(_padded(len(header)) - len(header))
     offsets, at = {}, len(header)
@@ -68,7 +61,7 @@ def layout(metadata: Metadata, tensors: Sequence[Tensor]) -> Layout:
 
 
 def write_gguf(path: Path, metadata: Metadata, tensors: Sequence[Tensor], progress: Progress | None = None) -> None:
-    """Write a file completely or not at all.
+    """Write a file atomically.
 
     Integers become UINT32, or a larger type if needed, floats FLOAT32; lists of integers INT32, and arrays of a file
     keep their type.  progress: called with

@@ -22,12 +22,11 @@ _END_AT, _HEADER_AT = 24, 32
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the file. kind: its name in the schema of the header.  items: texts that go with it.  write: gives the
-    bytes that it wrote."""
+    """A part of the file."""
 
-    kind: str
-    write: Callable[[BinaryIO], int]
-    items: Mapping[str, str] | None = None
+    kind: str  # its name in the schema of the header
+    write: Callable[[BinaryIO], int]  # gives the bytes that it wrote
+    items: Mapping[str, str] | None = None  # texts that go with it
 
     @classmethod
     def of(cls, kind: str, data: bytes) -> Section:

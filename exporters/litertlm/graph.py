@@ -92,7 +92,7 @@ class _SignatureBuilder:
             is_last = index == len(spec.layers) - 1
             x = self._attended(index, attention_of(layer), x, keep=not (is_last and self._is_prefill))
             if is_last and self._is_prefill:
-                return  # only the caches are wanted
+                return  # only the caches are needed
             added = self._dense(dense_of(layer), x)
             x = operations.binary("ADD", x, operations.times(added, spec.residual_scale))
         graph.output("logits", self._logits(x))
@@ -129,7 +129,7 @@ class _SignatureBuilder:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def _attended(self, layer: int, block: Attention, x: Value, keep: bool) -> Value:
-        """x with what attention adds. keep: False where only the caches are wanted."""
+        """x with what attention adds. keep: False where only the caches are needed."""
         operations = self._operations
         h = operations.norm(block.norm, x)
         v = operations.linear(block.v, block.v_bias, h)

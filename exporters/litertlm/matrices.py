@@ -49,17 +49,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a file, or some of its rows, (n_out, n_in) or (n,).
-
-    order: for each row of the TFLite matrix the row of the file, None where they are the same.
-    """
+    """A tensor of a file, or some of its rows, (n_out, n_in) or (n,)."""
 
     model: ModelFile
     name: str
     type: GGMLType
     shape: tuple[int, ...]
     first: int
-    order: Rows | None = None
+    order: Rows | None = None  # for each row of the TFLite matrix the row of the file, None where they are the same
 
     @property
     def key(self) -> str:

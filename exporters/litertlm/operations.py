@@ -70,7 +70,7 @@ class Operations:
         return self.graph.add("SLICE", x, self.graph.ints(*begin), self.graph.ints(*shape), shape=shape, type=x.type)
 
     def concatenated(self, *parts: Value, axis: int) -> Value:
-        """The parts one behind the other along an axis."""
+        """The parts one after the other along an axis."""
         shape = list(parts[0].shape)
         shape[axis] = sum(part.shape[axis] for part in parts)
         return self.graph.add(

@@ -82,15 +82,14 @@ class LitertlmTarget:
 
 @dataclass(frozen=True)
 class Package:
-    """What goes into a file. template: rewritten, None where the model has none.  adds_bos: whether the runtime begins
-    each text with the begin token."""
+    """What goes into a file."""
 
     file: ModelFile
     spec: ModelSpec
     tokenizer: Tokenizer
     model: Model
-    template: str | None
-    adds_bos: bool
+    template: str | None  # rewritten, None where the model has none
+    adds_bos: bool  # whether the runtime begins each text with the begin token
     n_ctx: int
 
     @property
@@ -234,13 +233,13 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | N
     """
     n_tokens = answer_tokens(package.file, package.n_ctx, _SPARE)
     run = run_greedily(package.file, n_tokens)
-    wanted = _renderings(package)
+    expected = _renderings(package)
     bos = b"" if package.tokenizer.bos_id is None else package.tokenizer.token_bytes(package.tokenizer.bos_id)
     prompt = run.text.removeprefix(bos.decode(errors="replace")) if package.adds_bos else run.text
     question: dict[str, Any] = {
         "prompt": prompt,
         "n_tokens": min(n_tokens, len(run.tokens) + 1),
-        "messages": _CONVERSATION if wanted else None,
+        "messages": _CONVERSATION if expected else None,
         "texts": PROBES,
     }
     with utf8_name(path) as name:
@@ -249,7 +248,7 @@ def _checked(package: Package, path: Path) -> tuple[str, dict[str, Any], int | N
     runtime = f"LiteRT-LM {found['version']}"
     is_same = _stable(found["text"]) == _stable(package.tokenizer.decode(run.tokens))
     said = compare_tokens(run, run.tokens if is_same else found["tokens"], runtime)
-    _check_renderings(package, wanted, found["rendered"], runtime)
+    _check_renderings(package, expected, found["rendered"], runtime)
     _check_ids(package, found["ids"], runtime)
     return said, {"checked_in": runtime}, found["peak_bytes"]
 
@@ -274,14 +273,14 @@ def _renderings(package: Package) -> list[str | None]:
     return found
 
 
-def _check_renderings(package: Package, wanted: list[str | None], found: list[str] | None, runtime: str) -> None:
+def _check_renderings(package: Package, expected: list[str | None], found: list[str] | None, runtime: str) -> None:
     """Raises ModelFileError where the runtime renders a conversation otherwise."""
     id = package.tokenizer.bos_id if package.adds_bos else None
     bos = "" if id is None else package.tokenizer.token_bytes(id).decode(errors="replace")
-    for text, rendered in zip(wanted, found or [], strict=False):
+    for text, rendered in zip(expected, found or [], strict=False):
         if text is not None and rendered != text.removeprefix(bos):
             raise ModelFileError(
-                f"{package.file.path}: {runtime} renders the chat template otherwise: wanted {text!r:.300}, found "
+                f"{package.file.path}: {runtime} renders the chat template otherwise: expected {text!r:.300}, found "
                 f"{rendered!r:.300}; nothing was written"
             )
 
@@ -289,10 +288,10 @@ def _check_renderings(package: Package, wanted: list[str | None], found: list[st
 def _check_ids(package: Package, found: list[list[int]], runtime: str) -> None:
     """Raises ModelFileError where the runtime cuts a text into other tokens."""
     for text, ids in zip(PROBES, found, strict=True):
-        wanted = package.tokenizer.encode(text, parse_special=True, add_special=False)
-        if ids != wanted:
-            names = [[package.tokenizer.name(id) for id in each] for each in (wanted, ids)]
+        expected = package.tokenizer.encode(text, parse_special=True, add_special=False)
+        if ids != expected:
+            names = [[package.tokenizer.name(id) for id in each] for each in (expected, ids)]
             raise ModelFileError(
-                f"{package.file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {names[0]!r:.200}, found "
-                f"{names[1]!r:.200}; nothing was written"
+                f"{package.file.path}: {runtime} cuts {text!r:.60} into other tokens: expected {names[0]!r:.200}, "
+                f"found {names[1]!r:.200}; nothing was written"
             )

@@ -1,4 +1,4 @@
-"""Chat templates as LiteRT-LM wants them: for contents that are lists of parts, and in the dialect of minijinja.
+"""Chat templates as LiteRT-LM needs them: for contents that are lists of parts, and in the dialect of minijinja.
 
 The source is parsed as transformers would, and written again: white space that tags take away is gone, each text is a
 literal, and what minijinja lacks is said in other words (`x.get(k)`, `x is none`). In front stands what makes one text
@@ -34,7 +34,7 @@ _BEFORE = (
     "{%- set flat.messages = flat.messages + [dict(message, content=flat.text)] -%}"
     "{%- else -%}{%- set flat.messages = flat.messages + [message] -%}{%- endif -%}"
     "{%- endfor -%}"
-    "{%- set messages = flat.messages | select | list -%}"  # for a sum of lists has no index from behind
+    "{%- set messages = flat.messages | select | list -%}"  # for a sum of lists has no index from the end
     "{%- set tools = tools if tools is defined else none -%}"
     "{%- set documents = documents if documents is defined else none -%}"
 )
@@ -91,7 +91,7 @@ class _Writer:
     """Writes nodes of Jinja as source of minijinja. Methods are named after the nodes."""
 
     def body(self, statements: Sequence[nodes.Node]) -> str:
-        """Statements one behind the other."""
+        """Statements one after the other."""
         return "".join(self._written(statement) for statement in statements)
 
     def _written(self, node: nodes.Node) -> str:
@@ -252,7 +252,7 @@ class _Writer:
         return f"({self._chain(node)})"
 
     def _chain(self, node: nodes.Filter) -> str:
-        """A filter behind what it filters; of a block there is nothing before the first."""
+        """A filter after what it filters; of a block there is nothing before the first."""
         if node.name not in FILTERS:
             raise _lacks(f"the filter {node.name}")
         arguments = self._arguments(node) or DEFAULTS.get(node.name, "")

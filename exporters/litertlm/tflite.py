@@ -1,6 +1,6 @@
 """A TFLite file while it is built: graphs of operators that share constants, and its writing.
 
-The file is a flatbuffer with the graphs, and behind it the constants, each from a byte that the flatbuffer names:
+The file is a flatbuffer with the graphs, and after it the constants, each from a byte that the flatbuffer names:
 
     flatbuffer | padding | constant 0 | padding | constant 1 | ...
 
@@ -23,7 +23,7 @@ from edgeinfer.exporters.litertlm.library import open_flatbuffers, open_schema
 Array: TypeAlias = NDArray[Any]
 Progress: TypeAlias = Callable[[int], None]  # called with the bytes of a piece that was written
 
-ALIGNMENT = 64  # of constants, in bytes; the runtime wants 16
+ALIGNMENT = 64  # of constants, in bytes; the runtime needs 16
 _VERSION = 3  # of the schema
 _MIN_RUNTIME = b"2.17.0"  # TensorFlow Lite that knows all operators of ours
 _IDENTIFIER = b"TFL3"
@@ -83,21 +83,17 @@ _BITS = {Type.FLOAT32: 32, Type.FLOAT16: 16, Type.INT32: 32, Type.BOOL: 8, Type.
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor of the file, whose bytes are made when they are written.
-
-    pieces: arrays that stand one behind the other.  row_scales: gives the (n_out,) float32 of a quantised matrix with
-    one scale a row.  block_scales: float16 (n_out, n_in / block_size) of one with a scale for each run of a row.
-    tensor: of the model, that it is made of.
-    """
+    """A tensor of the file, whose bytes are made when they are written."""
 
     name: str
     type: Type
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[Array]]
+    pieces: Callable[[], Iterable[Array]]  # arrays that stand one after the other
+    # gives the (n_out,) float32 of a quantised matrix with one scale a row
     row_scales: Callable[[], NDArray[np.float32]] | None = None
-    block_scales: Constant | None = None
+    block_scales: Constant | None = None  # float16 (n_out, n_in / block_size) of one with a scale for each run of a row
     block_size: int = 0
-    tensor: str | None = None
+    tensor: str | None = None  # of the model, that it is made of
 
     @classmethod
     def of(cls, name: str, array: Array) -> Constant:
@@ -228,7 +224,7 @@ class Model:
             written += n_bytes
             progress(n_bytes)
         if written != constant.n_bytes:
-            raise ValueError(f"constant {constant.name}: {constant.n_bytes} bytes wanted, {written} made")
+            raise ValueError(f"constant {constant.name}: expected {constant.n_bytes} bytes, made {written}")
         return written
 
     def _packed(self) -> bytearray:

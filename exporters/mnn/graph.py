@@ -1,6 +1,6 @@
 """The graph of a decoder for MNN's converter: operators of ONNX, and two of MNN's own that get their weights later.
 
-Inputs, for n tokens behind those in the cache, which MNN keeps itself, with t positions in all:
+Inputs, for n tokens after those in the cache, which MNN keeps itself, with t positions in all:
 
     input_ids (n, 1, n_embd) float32: the embeddings, which MNN looks up
     attention_mask (1, 1, n, t) float32: 0 where a token sees a position, else very small; (2, 1, 1, n, t) of a model

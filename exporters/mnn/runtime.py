@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
-WANTED = "MNN 3.6.1"  # what the packages were run with
+MIN_RUNTIME = "MNN 3.6.1"  # what the packages were run with
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

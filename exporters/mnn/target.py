@@ -34,7 +34,7 @@ from edgeinfer.exporters.mnn.config import engine_config, model_config
 from edgeinfer.exporters.mnn.converter import check_installed, from_onnx, identified, to_mnn
 from edgeinfer.exporters.mnn.graph import Linear, MnnGraph, mnn_graph
 from edgeinfer.exporters.mnn.rebuild import rebuilt
-from edgeinfer.exporters.mnn.runtime import WANTED
+from edgeinfer.exporters.mnn.runtime import MIN_RUNTIME
 from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
@@ -85,7 +85,7 @@ class MnnTarget(ExportTarget):
             n_bytes = (folder / "llm.mnn.weight").stat().st_size
             facts |= {
                 "n_ctx": package.n_ctx,
-                "runtime": minimum_runtime(WANTED),
+                "runtime": minimum_runtime(MIN_RUNTIME),
                 "estimated_peak_bytes": _peak(package, n_bytes),
             }
         return Result([request.out / name for name in FILES], check, facts, check_bytes)
@@ -122,8 +122,9 @@ def _matrix_bytes(file: ModelFile, name: str) -> int:
 def _notes(package: _Package, weights: int) -> Iterator[str]:
     yield "The codes of the file's formats are kept exactly, in 4 bits or 8; matrices of floats become half floats."
     yield (
-        f"It needs {WANTED} or newer and, with {package.n_ctx} tokens, some {human_bytes(_peak(package, weights))} of "
-        f"memory (estimated); all {human_bytes(weights)} of weights are in one file."
+        f"It needs {MIN_RUNTIME} or newer and, with {package.n_ctx} tokens, some "
+        f"{human_bytes(_peak(package, weights))} of memory (estimated); all {human_bytes(weights)} of weights are in "
+        "one file."
     )
 
 
@@ -208,13 +209,13 @@ def _check_texts(file: ModelFile, tokenizer: Tokenizer, run: GreedyRun, found: A
     """Raises ModelFileError where a template is rendered, or a text cut into tokens, otherwise than the file says."""
     if found["rendered"] is not None and found["rendered"] != run.text:
         raise ModelFileError(
-            f"{file.path}: {runtime} renders the chat template otherwise: wanted {run.text!r:.300}, found "
+            f"{file.path}: {runtime} renders the chat template otherwise: expected {run.text!r:.300}, found "
             f"{found['rendered']!r:.300}; nothing was written"
         )
     for text, ids in zip(probes_of(file), found["ids"], strict=True):
-        wanted = tokenizer.encode(text, parse_special=True)
-        if ids != wanted:
+        expected = tokenizer.encode(text, parse_special=True)
+        if ids != expected:
             raise ModelFileError(
-                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {wanted[:40]}, found {ids[:40]}; "
-                "nothing was written"
+                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: expected {expected[:40]}, "
+                f"found {ids[:40]}; nothing was written"
             )

@@ -1,4 +1,4 @@
-"""llm.mnn.weight: codes with their scales as a GGUF file has them, in MNN's order, one matrix behind the other.
+"""llm.mnn.weight: codes with their scales as a GGUF file has them, in MNN's order, one matrix after the other.
 
 A matrix is a header, the codes, a scale (and base) for each run, and its bias:
 
@@ -25,15 +25,15 @@ _LARGE = 1 << 15  # sizes that int16 does not hold
 
 @dataclass(frozen=True)
 class Placed:
-    """A matrix in the file. Offsets and sizes in bytes; bits: 16 for half floats, else of a code; block: of a run."""
+    """A matrix in the file. Offsets and sizes are in bytes."""
 
     offset: int
     header: int
     codes: int
     scales: int
     bias: int
-    bits: int
-    block: int
+    bits: int  # 16 for half floats, else of a code
+    block: int  # of a run
     shape: tuple[int, int]
     has_bases: bool
 
@@ -70,7 +70,7 @@ class Placed:
 
 
 def place(file: ModelFile, matrix: TensorRef, bias: TensorRef | None, out: BinaryIO, with_bias: bool = True) -> Placed:
-    """Write a matrix where the file ends; gives its place. with_bias: zeros where there is none, as operators want."""
+    """Write a matrix where the file ends; gives its place. with_bias: zeros where there is none, as operators need."""
     offset, part = out.tell(), part_of(file, matrix)
     weights, n_out, n_in = weights_of(part), part.shape[0], part.shape[1]
     if isinstance(weights, Floats):

@@ -64,9 +64,9 @@ def _compare_rounded(run: GreedyRun, rows: Any, runtime: str) -> tuple[str, dict
 def _check_texts(file: ModelFile, tokenizer: Tokenizer, found: Mapping[str, Any], runtime: str) -> None:
     """Raises ModelFileError where a text is cut into tokens otherwise than the file says."""
     for text, ids in zip(probes_of(file), found["ids"], strict=True):
-        wanted = tokenizer.encode(text, parse_special=True, add_special=False)
-        if ids != wanted:
+        expected = tokenizer.encode(text, parse_special=True, add_special=False)
+        if ids != expected:
             raise ModelFileError(
-                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: wanted {wanted[:40]}, found {ids[:40]}; "
-                "nothing was written"
+                f"{file.path}: {runtime} cuts {text!r:.60} into other tokens: expected {expected[:40]}, "
+                f"found {ids[:40]}; nothing was written"
             )

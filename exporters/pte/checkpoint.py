@@ -1,4 +1,4 @@
-"""A model as ExecuTorch's exporter wants it: params.json and a checkpoint with the names of Meta's Llama."""
+"""A model as ExecuTorch's exporter needs it: params.json and a checkpoint with the names of Meta's Llama."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCKS: dict[type, tuple[str, ...]] = {
 
 
 def params_of(file: ModelFile, spec: ModelSpec) -> dict[str, Any]:
-    """The content of params.json. Raises UnsupportedModel for what the exporter has no word for."""
+    """The content of params.json. Raises UnsupportedModel for what the exporter cannot express."""
     if spec.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{file.path}: ExecuTorch gets {known} from here: found {spec.architecture!r}")
@@ -112,8 +112,8 @@ def _rope_theta(file: ModelFile, rope: RopeSpec) -> float:
     """The base of the frequencies. Raises UnsupportedModel where they are scaled."""
     key = f"{file.metadata['general.architecture']}.rope.freq_base"
     theta = float(file.metadata.get(key, 10000.0))  # type: ignore[arg-type]
-    wanted = theta ** (-np.arange(0, rope.n_dims, 2) / rope.n_dims)
-    plain = np.allclose(rope.inverse_frequencies, wanted, rtol=1e-5, atol=0)
+    expected = theta ** (-np.arange(0, rope.n_dims, 2) / rope.n_dims)
+    plain = np.allclose(rope.inverse_frequencies, expected, rtol=1e-5, atol=0)
     if not plain or rope.magnitude != 1 or rope.long is not None:
         raise UnsupportedModel(f"{file.path}: its rotary embedding is scaled, which is not written for ExecuTorch here")
     return theta

@@ -18,7 +18,7 @@ from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 
-WANTED = "executorch 1.5.1"  # what the packages were made and run with
+MIN_RUNTIME = "executorch 1.5.1"  # what the packages were made and run with
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.pte.check import RUNTIME, check_package
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
-from edgeinfer.exporters.pte.library import WANTED
+from edgeinfer.exporters.pte.library import MIN_RUNTIME
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
 from edgeinfer.models import ModelSpec, read_spec
@@ -72,8 +72,8 @@ class PteTarget(ExportTarget):
             progress(1.0)
         facts |= {
             "n_ctx": package.n_ctx,
-            "runtime": minimum_runtime(WANTED),
-            "made_with": f"{WANTED.split()[0]} {found['version']}",
+            "runtime": minimum_runtime(MIN_RUNTIME),
+            "made_with": f"{MIN_RUNTIME.split()[0]} {found['version']}",
             "weights": "8da4w" if package.four_bits else "float32",
         }
         return Result([request.out / name for name in FILES], check, facts, check_bytes)
@@ -81,12 +81,12 @@ class PteTarget(ExportTarget):
 
 @dataclass(frozen=True)
 class _Package:
-    """four_bits: whether matrices are rounded to 4 bits in groups of 32; else all is float32."""
+    """What a request makes of a model."""
 
     file: ModelFile
     spec: ModelSpec
     n_ctx: int
-    four_bits: bool
+    four_bits: bool  # whether matrices are rounded to 4 bits in groups of 32; else all is float32
 
     @property
     def layer_cost(self) -> tuple[int, int]:
@@ -106,7 +106,7 @@ def _package(request: Request, file: ModelFile) -> _Package:
     four_bits = any(info.type not in _FLOATS for info in shapes)
     if four_bits and (odd := next((info for info in shapes if info.shape[1] % _GROUP), None)):
         raise UnsupportedModel(
-            f"{file.path}: 4 bits of ExecuTorch want rows of a multiple of {_GROUP} weights: {odd.name} has "
+            f"{file.path}: 4 bits of ExecuTorch need rows of a multiple of {_GROUP} weights: {odd.name} has "
             f"{odd.shape[1]}; take --type F16, which becomes float32"
         )
     return _Package(file, spec, request.n_ctx or min(spec.n_ctx_train, _USUAL_N_CTX), four_bits)
@@ -154,7 +154,7 @@ def _notes(package: _Package) -> list[str]:
         f"ExecuTorch's exporter takes about {minutes} minutes of one core of 3 GHz for {n_layers} layers, whatever "
         "their size, and shows no progress. Ctrl-C ends it, and leaves nothing."
     )
-    return [rounded if package.four_bits else exact, takes, f"It needs {WANTED} or newer, with XNNPACK."]
+    return [rounded if package.four_bits else exact, takes, f"It needs {MIN_RUNTIME} or newer, with XNNPACK."]
 
 
 def _export(package: _Package, folder: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _of_file(file: ModelFile, output: str) -> Iterator[SourceTensor]:
 
 
 def _stored(file: ModelFile, name: str, first: int, last: int) -> Bytes:
-    """The bytes of some rows; I2_S has more behind its last row."""
+    """The bytes of some rows; I2_S has more after its last row."""
     info = file.tensors[name]
     row_bytes = info.shape[-1] // info.type.block_elements * info.type.block_bytes
     is_end = last * info.shape[-1] == info.n_elements

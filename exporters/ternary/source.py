@@ -30,16 +30,13 @@ PIECE_WEIGHTS = 8 << 20  # are in memory as float32 at once
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is taken as it is, read some rows at a time.
-
-    stored: the bytes of rows first..last-1; a vector is one row.  release: gives back what reading keeps in memory.
-    """
+    """A tensor that is taken as it is, read some rows at a time."""
 
     name: str
     type: GGMLType
     shape: tuple[int, ...]
-    stored: Callable[[int, int], Bytes]
-    release: Callable[[], None] = lambda: None
+    stored: Callable[[int, int], Bytes]  # the bytes of rows first..last-1; a vector is one row
+    release: Callable[[], None] = lambda: None  # gives back what reading keeps in memory
 
     @property
     def n_rows(self) -> int:
@@ -69,15 +66,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class TernaryTensor:
-    """A matrix (n_out, n_in) of a layer. found: what it is stored as, None where GGUF has no such type.
+    """A matrix (n_out, n_in) of a layer.
 
-    matrix: reads it. Raises UnsupportedModel for one that is not ternary.
+    Raises UnsupportedModel for one that is not ternary.
     """
 
     name: str
-    found: GGMLType | None
+    found: GGMLType | None  # what it is stored as, None where GGUF has no such type
     shape: tuple[int, ...]
-    matrix: Callable[[], TernaryMatrix]
+    matrix: Callable[[], TernaryMatrix]  # reads it
 
 
 SourceTensor: TypeAlias = StoredTensor | TernaryTensor
@@ -85,16 +82,12 @@ SourceTensor: TypeAlias = StoredTensor | TernaryTensor
 
 @dataclass(frozen=True)
 class TernarySource:
-    """A model with ternary matrices.
-
-    metadata: the keys of a GGUF file, without those that follow from how it is written.  output: the name of the output
-    matrix, which is that of the embeddings where a model has only one.  tensors: in the order of a file.
-    """
+    """A model with ternary matrices."""
 
     path: Path
-    metadata: Metadata
-    output: str
-    tensors: Sequence[SourceTensor]
+    metadata: Metadata  # the keys of a GGUF file, without those that follow from how it is written
+    output: str  # the name of the output matrix, which is that of the embeddings where a model has only one
+    tensors: Sequence[SourceTensor]  # in the order of a file
 
     def as_model_file(self) -> AbstractContextManager[ModelFile]:
         """A model file of this metadata, whose tensors are read from the source; ternary matrices are F32 in it."""

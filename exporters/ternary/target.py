@@ -101,17 +101,17 @@ def _ternary(tensor: TernaryTensor, format: Format) -> Tensor:
 
 
 def _head(tensor: StoredTensor, head: Head) -> Tensor:
-    """The output matrix in the format that is wanted."""
+    """The output matrix in the requested format."""
     name, kind, shape = tensor.name, tensor.type, tensor.shape
-    wanted = {"keep": kind, "q6_k": GGMLType.Q6_K, "f16": GGMLType.F16}[head]
-    if wanted == kind:
+    requested = {"keep": kind, "q6_k": GGMLType.Q6_K, "f16": GGMLType.F16}[head]
+    if requested == kind:
         return Tensor(name, kind, shape, tensor.pieces)
-    if shape[-1] % wanted.block_elements:
+    if shape[-1] % requested.block_elements:
         raise UnsupportedModel(
-            f"tensor {name}: {head} needs rows of a multiple of {wanted.block_elements} inputs: found {shape[-1]}; use "
-            f"--head keep or f16"
+            f"tensor {name}: {head} needs rows of a multiple of {requested.block_elements} inputs: found {shape[-1]}; "
+            f"use --head keep or f16"
         )
-    return Tensor(name, wanted, shape, lambda: (_written(name, wanted, piece) for piece in tensor.floats()))
+    return Tensor(name, requested, shape, lambda: (_written(name, requested, piece) for piece in tensor.floats()))
 
 
 def _written(name: str, type: GGMLType, weights: NDArray[np.float32]) -> Bytes:

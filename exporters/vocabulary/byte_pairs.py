@@ -64,10 +64,10 @@ def _entries(file: TokenizerFile, added: Iterable[AddedToken], n_rows: int) -> E
 
 def _pre_tokenizer(file: TokenizerFile) -> str:
     """The one that cuts all probes as theirs does."""
-    wanted = [_cut(file, text) for text in probes()]
+    expected = [_cut(file, text) for text in probes()]
     for name in PRE_TOKENIZERS:
         if keeps_tokens(name) == file.keeps_tokens and all(
-            list(cut(name, text)) == words for text, words in zip(probes(), wanted, strict=True)
+            list(cut(name, text)) == words for text, words in zip(probes(), expected, strict=True)
         ):
             return name
     found = json.dumps(file.source("pre_tokenizer"))

@@ -37,8 +37,8 @@ def first_difference(ours: Tokenizer, file: TokenizerFile) -> str | None:
     for text in probes():
         text = unicodedata.normalize("NFC", text) if composed else text  # GGUF has no word for it
         with file.theirs_may_fail("cannot encode a text with it"):
-            wanted = file.theirs.encode(text, add_special_tokens=False).ids
-        if ours.encode(text, add_special=False, parse_special=True) != wanted:
+            expected = file.theirs.encode(text, add_special_tokens=False).ids
+        if ours.encode(text, add_special=False, parse_special=True) != expected:
             return text
     return None
 
@@ -49,8 +49,8 @@ def warn_of_special_tokens(ours: Tokenizer, file: TokenizerFile) -> None:
     for token in file.added[:_MOST_SPECIALS]:
         text = f"a {token.text} b{token.text}c"
         with file.theirs_may_fail("cannot encode a text with it"):
-            wanted = file.theirs.encode(text, add_special_tokens=False).ids
-        if token.id in wanted and ours.encode(text, add_special=False, parse_special=True) != wanted:
+            expected = file.theirs.encode(text, add_special_tokens=False).ids
+        if token.id in expected and ours.encode(text, add_special=False, parse_special=True) != expected:
             differ.append(token.text)
     if differ:
         more = f" and {len(differ) - 1} more tokens" if len(differ) > 1 else ""

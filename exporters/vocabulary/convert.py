@@ -101,8 +101,8 @@ def _finished(
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | chat_templates(folder, settings)
     where = folder.path / (tokenizer_file.NAME if file is not None else _MODEL)
     ours = tokenizer_of(found, where)
-    wanted = ends(config, read_generation(folder), n_rows)
-    more = more_ends((id for id in wanted if id not in ours.stop_ids), folder.path)
+    all_ends = ends(config, read_generation(folder), n_rows)
+    more = more_ends((id for id in all_ends if id not in ours.stop_ids), folder.path)
     if file is not None:
         text = first_difference(ours, file)
         if text is not None:

@@ -20,11 +20,11 @@ _CONTROL_TEXT = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>|<unused.*>", re.DOTALL)
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is cut out of a text before anything else. special: not shown to users."""
+    """A token that is cut out of a text before anything else."""
 
     id: int
     text: str
-    special: bool
+    special: bool  # not shown to users
 
     @property
     def is_control(self) -> bool:
@@ -79,12 +79,9 @@ def by_text(entries: Mapping[int, str]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Draft:
-    """A vocabulary before it is checked.
-
-    keys: of tokenizer.ggml besides those of the entries.  roles: ids that the vocabulary itself names, by GGUF's words.
-    """
+    """A vocabulary before it is checked."""
 
     entries: Entries
-    keys: dict[str, MetadataValue]
+    keys: dict[str, MetadataValue]  # of tokenizer.ggml besides those of the entries
     scored: bool
-    roles: Mapping[str, int] = field(default_factory=dict)
+    roles: Mapping[str, int] = field(default_factory=dict)  # ids that the vocabulary itself names, by GGUF's words

@@ -26,15 +26,13 @@ _BPE = 2
 
 @dataclass
 class SentencePieceModel:
-    """What a file says, with the defaults of SentencePiece.
+    """What a file says, with the defaults of SentencePiece."""
 
-    pieces: (text, score, type) by id.  ids: of tokens with a role, those below 0 left out.
-    """
-
-    pieces: list[tuple[str, float, int]] = field(default_factory=list)
+    pieces: list[tuple[str, float, int]] = field(default_factory=list)  # (text, score, type) by id
     model_type: int = 1
     byte_fallback: bool = False
     suffix_spaces: bool = False
+    # of tokens with a role, those below 0 left out
     ids: dict[str, int] = field(default_factory=lambda: {"unknown": 0, "bos": 1, "eos": 2})
     has_charsmap: bool = False
     adds_space: bool = True
@@ -49,7 +47,7 @@ def read_model(folder: Folder, name: str) -> SentencePieceModel:
         model = _model(memoryview(data))
     except (BadMessage, UnicodeDecodeError, TypeError) as error:
         raise ModelFileError(f"{path}: is no model of SentencePiece: {error!s:.200}") from error
-    for is_so, wanted, found in [
+    for is_so, expected, found in [
         (not model.pieces, "have pieces", "none"),
         (model.model_type != _BPE, "be of type bpe", _MODEL_TYPES.get(model.model_type, str(model.model_type))),
         (not model.byte_fallback, "fall back to bytes for characters without a token", "the unknown token instead"),
@@ -59,7 +57,7 @@ def read_model(folder: Folder, name: str) -> SentencePieceModel:
         (model.suffix_spaces, "have spaces before words", "treat_whitespace_as_suffix"),
     ]:
         if is_so:
-            raise UnsupportedModel(f"{path}: the model of SentencePiece must {wanted}: found {found}")
+            raise UnsupportedModel(f"{path}: the model of SentencePiece must {expected}: found {found}")
     return model
 
 
@@ -144,7 +142,7 @@ def draft_of(
     entries = Entries()
     for id, (text, score, type) in enumerate(model.pieces):
         if type == USER_DEFINED:
-            # Behind such a token a text begins anew, maybe with a space; merges make runs of one character as well.
+            # After such a token a text begins anew, maybe with a space; merges make runs of one character as well.
             type = NORMAL if adds_space and len(set(text)) == 1 else USER_DEFINED
             text = text if type == NORMAL else text.replace("▁", " ")
         entries.set(id, text, type, score)

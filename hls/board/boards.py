@@ -22,17 +22,14 @@ _A53_RESCORING = 1.33  # of 256 rows of the output matrix: the published 5.43 ms
 
 @dataclass(frozen=True)
 class Host:
-    """The processor beside the fabric: seconds of the stages of a token, of a model of n_layers and n_embd.
-
-    rescoring: of the rows that a ternary first stage of the output matrix lets through, for n_embd inputs.
-    """
+    """The processor beside the fabric: seconds of the stages of a token, of a model of n_layers and n_embd."""
 
     name: str
     source: str
     n_layers: int
     n_embd: int
     stages: Mapping[str, float]
-    rescoring: float
+    rescoring: float  # of the rows in the shortlist of the ternary first stage, for n_embd inputs
 
     def scaled(self, n_layers: int, n_embd: int) -> dict[str, float]:
         """Seconds of each stage of another model: each is taken to grow with layers and width."""
@@ -42,24 +39,21 @@ class Host:
 
 @dataclass(frozen=True)
 class Board:
-    """A board. brams: of 36 Kb.  ddr_bytes: of all memory.
-
-    stream_rate: bytes a second at which all ports together read the weights of layers, as was measured on the board;
-    head_rate: at which they read the output matrix, one long run.  clock_hz: of the fabric.
-    """
+    """A board."""
 
     name: str
     device: str
     luts: int
     flip_flops: int
-    brams: int
+    brams: int  # of 36 Kb
     urams: int
     dsps: int
-    ddr_bytes: int
-    clock_hz: float
+    ddr_bytes: int  # of all memory
+    clock_hz: float  # of the fabric
     n_ports: int
+    # bytes a second at which all ports together read the weights of layers, as was measured on the board
     stream_rate: float
-    head_rate: float
+    head_rate: float  # at which they read the output matrix, one long run
     host: Host
 
     @property

@@ -20,20 +20,17 @@ from edgeinfer.hls.geometry import Geometry
 
 @dataclass(frozen=True)
 class Design:
-    """What is built on a board.
-
-    n_engines: each computes for a token of its own with the same weights, so that a pass takes n_engines tokens of a
-    prompt, or of a draft to verify.  attention_lanes: multiply-adds a cycle of attention in the fabric, 0 where the
-    processor does it.  ternary_head: a first stage of the output matrix of 1.6 bits a weight, whose best rows are
-    computed again in int8.  embeddings: their type in the board's memory.
-    """
+    """What is built on a board."""
 
     board: Board
     geometry: Geometry
+    # each computes for a token of its own with the same weights, so that a pass takes n_engines tokens of a prompt, or
+    # of a draft to verify
     n_engines: int = 1
-    attention_lanes: int = 0
+    attention_lanes: int = 0  # multiply-adds a cycle of attention in the fabric, 0 where the processor does it
+    # a first stage of the output matrix of 1.6 bits a weight, whose best rows are computed again in int8
     ternary_head: bool = True
-    embeddings: Literal["int8", "bf16"] = "int8"
+    embeddings: Literal["int8", "bf16"] = "int8"  # their type in the board's memory
 
     def __post_init__(self) -> None:
         check_integer("the number of engines", self.n_engines, 1, 64)
@@ -96,7 +93,7 @@ def host_stages(design: Design, work: Workload) -> dict[str, float]:
 
 
 def decode(design: Design, work: Workload, n_ctx: int) -> Token:
-    """A token behind n_ctx others."""
+    """A token after n_ctx others."""
     stages = {"weights": pass_seconds(design, work), "head": head_seconds(design, work)} | host_stages(design, work)
     if design.attention_lanes:
         stages["attention"] = attention_seconds(design, work, n_ctx + 1)
@@ -104,7 +101,7 @@ def decode(design: Design, work: Workload, n_ctx: int) -> Token:
 
 
 def first_token_seconds(design: Design, work: Workload, n_prompt: int) -> float:
-    """Until the first token behind a prompt of n_prompt tokens: passes of n_engines tokens, and the head once."""
+    """Until the first token after a prompt of n_prompt tokens: passes of n_engines tokens, and the head once."""
     passes = -(-n_prompt // design.n_engines) * pass_seconds(design, work)
     host = n_prompt * sum(host_stages(design, work).values())
     attention = 0.0

@@ -16,19 +16,16 @@ PROMPTS = (64, 128, 512)  # tokens
 
 @dataclass(frozen=True)
 class Report:
-    """tokens: at the beginning and behind a full context.  first_token: seconds by the tokens of a prompt.
-
-    floor: seconds of a token if reading were all.  memory: bytes by purpose.  room: against what the board has.
-    """
+    """What the model of a board says of a model."""
 
     work: Workload
     design: Design
     n_ctx: int
-    tokens: list[Token]
-    first_token: dict[int, float]
-    floor: float
-    memory: dict[str, int]
-    room: list[Room]
+    tokens: list[Token]  # at the beginning and after a full context
+    first_token: dict[int, float]  # seconds by the tokens of a prompt
+    floor: float  # seconds of a token if reading were all
+    memory: dict[str, int]  # bytes by purpose
+    room: list[Room]  # against what the board has
 
     @property
     def fits(self) -> bool:
@@ -96,10 +93,10 @@ def report_lines(found: Report) -> Iterator[str]:
     yield f"weights {n_bytes}, {found.bits_a_trit:.3f} bits a weight with padding"
     yield ""
     for token in found.tokens:
-        yield f"{token.tokens_per_second:8.1f} tokens/s (model) behind {token.n_ctx} tokens: {_stages(token)}"
+        yield f"{token.tokens_per_second:8.1f} tokens/s (model) after {token.n_ctx} tokens: {_stages(token)}"
     yield f"{1 / found.floor:8.1f} tokens/s (model) if reading weights and head at the rate of the ports were all"
     for n, seconds in found.first_token.items():
-        yield f"{seconds:8.2f} s (model) to the first token behind a prompt of {n}"
+        yield f"{seconds:8.2f} s (model) to the first token after a prompt of {n}"
     if design.ternary_head:
         yield "The output matrix is taken to have a ternary first stage, as of `export --to fpga --rescored 256`."
     if not design.attention_lanes:

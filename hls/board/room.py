@@ -10,10 +10,10 @@ from edgeinfer.hls.board.workload import Workload
 
 @dataclass(frozen=True)
 class Room:
-    """One resource. used: None where it is not known."""
+    """One resource."""
 
     what: str
-    used: int | None
+    used: int | None  # None where it is not known
     available: int
     unit: str
 

@@ -24,20 +24,17 @@ class Product:
 
 @dataclass(frozen=True)
 class Workload:
-    """products: of all layers, in order.  n_q: numbers of all queries of a token, n_kv of its keys in all layers.
-
-    n_logits: rows of the output matrix.  tied: whether it is the embeddings.
-    """
+    """What a model asks of a board."""
 
     name: str
     n_layers: int
     n_embd: int
     n_vocab: int
-    n_q: int
-    n_kv: int
-    products: Sequence[Product]
-    n_logits: int
-    tied: bool
+    n_q: int  # numbers of all queries of a token
+    n_kv: int  # of its keys in all layers
+    products: Sequence[Product]  # of all layers, in order
+    n_logits: int  # rows of the output matrix
+    tied: bool  # whether it is the embeddings
 
     @property
     def n_weights(self) -> int:

@@ -197,11 +197,11 @@ def port_file(stream: str, port: int) -> str:
 
 def check_size(folder: BoardFolder, name: str) -> None:
     """Raises BadBoardFolder for a file that is missing, or has not the bytes that the manifest says."""
-    path, wanted = folder.path / name, folder.manifest.files[name].n_bytes
+    path, expected = folder.path / name, folder.manifest.files[name].n_bytes
     if not path.is_file():
         raise BadBoardFolder(f"{folder.path}: {name} is missing; copy the whole folder, or export the model again")
     found = path.stat().st_size
-    if found < wanted:
-        raise BadBoardFolder(f"{path}: must have {wanted} bytes: found {found}; it is cut short: copy it again")
-    if found > wanted:
-        raise BadBoardFolder(f"{path}: must have {wanted} bytes: found {found}; it is of another export")
+    if found < expected:
+        raise BadBoardFolder(f"{path}: must have {expected} bytes: found {found}; it is cut short: copy it again")
+    if found > expected:
+        raise BadBoardFolder(f"{path}: must have {expected} bytes: found {found}; it is of another export")

@@ -61,11 +61,11 @@ def check_folder(path: str | Path) -> BoardFolder:
 def header_faults(folder: BoardFolder) -> Iterator[str]:
     """The headers that are not what the manifest says."""
     for name, text_of in HEADERS.items():
-        path, wanted = folder.path / name, text_of(folder.manifest)
+        path, expected = folder.path / name, text_of(folder.manifest)
         found = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        if wanted == found:
+        if expected == found:
             continue
-        lines = zip(wanted.splitlines(), found.splitlines(), strict=False)
+        lines = zip(expected.splitlines(), found.splitlines(), strict=False)
         number, pair = next(((n, pair) for n, pair in enumerate(lines, 1) if pair[0] != pair[1]), (0, ("", "")))
         where = f"line {number}: must be {pair[0]!r:.120}: found {pair[1]!r:.120}" if number else "last lines"
         yield f"{path}: disagrees with manifest.json, {where}; one of them was changed"
@@ -81,9 +81,9 @@ def _scales(folder: BoardFolder, tensor: BoardTensor) -> Iterator[str]:
 
 def _golden(folder: BoardFolder, golden: GoldenVectors) -> Iterator[str]:
     """At most one fault of a tensor's golden vectors."""
-    wanted = products(folder.trits(golden.tensor.name), golden.x)
-    for vector, row in np.argwhere(wanted != golden.y)[:1]:
+    expected = products(folder.trits(golden.tensor.name), golden.x)
+    for vector, row in np.argwhere(expected != golden.y)[:1]:
         yield (
             f"{folder.path}: golden vector {vector} of {golden.tensor.name}, row {row}: the weights give "
-            f"{wanted[vector, row]}, the file says {golden.y[vector, row]}; a golden value or a weight was changed"
+            f"{expected[vector, row]}, the file says {golden.y[vector, row]}; a golden value or a weight was changed"
         )

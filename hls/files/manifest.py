@@ -48,22 +48,18 @@ class Part:
 
 @dataclass(frozen=True)
 class BoardTensor:
-    """A ternary matrix (n_out, n_in) and its place.
-
-    phase: "qkv", "o", "gate_up", "down" or "head".  layer: None for the head.  stream: port p reads `stream.p.bin`,
-    n_bytes from offset on in each of these files.  scales: float32 of rows_padded rows, 0 past n_out.
-    """
+    """A ternary matrix (n_out, n_in) and its place."""
 
     name: str
-    phase: str
-    layer: int | None
+    phase: str  # "qkv", "o", "gate_up", "down" or "head"
+    layer: int | None  # None for the head
     n_out: int
     n_in: int
     rows_padded: int
-    stream: str
+    stream: str  # port p reads `stream.p.bin`, n_bytes from offset on in each of these files
     offset: int
     n_bytes: int
-    scales: Place
+    scales: Place  # float32 of rows_padded rows, 0 past n_out
     parts: tuple[Part, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -84,10 +80,10 @@ class BoardTensor:
 
 @dataclass(frozen=True)
 class BoardArray:
-    """Numbers of a plain type, such as a norm or a stage of a golden layer. dtype: numpy's, little-endian."""
+    """Numbers of a plain type, such as a norm or a stage of a golden layer."""
 
     name: str
-    dtype: str
+    dtype: str  # numpy's, little-endian
     shape: tuple[int, ...]
     place: Place
 
@@ -120,14 +116,14 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class BoardManifest:
-    """See the module. facts: the whole content."""
+    """See the module."""
 
     geometry: Geometry
     tensors: Sequence[BoardTensor]
     arrays: Sequence[BoardArray]
     golden: Sequence[GoldenProduct]
     files: Mapping[str, FileFacts]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # the whole content
 
 
 def geometry_json(geometry: Geometry) -> dict[str, Any]:
@@ -246,7 +242,7 @@ def _place(facts: Mapping[str, Any]) -> Place:
 
 
 class _Wrong(ValueError):
-    """A value of the manifest, with what was wanted and found."""
+    """A value of the manifest, with what was expected and found."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// RMS norm (Zhang and Sennrich, arXiv:1910.07467) and the rounding of its result to int8, for the linears behind it.
+// RMS norm (Zhang and Sennrich, arXiv:1910.07467) and the rounding of its result to int8, for the linears after it.
 //
 // out = (x * (1 / sqrt(sum(x^2) / n + epsilon))) * weight, each operation rounded to float32. Squares are added up in 32
 // sums, x[i] in sum i % 32, in the order of i; then the sums in pairs 16, 8, 4, 2, 1 apart. Eight lanes, one a

@@ -60,7 +60,7 @@ module ei_filler #(
     end
 
     // The words of the walk, round and round. Between two steps the first word waits in the tables to be selected, and the
-    // next ones behind it; four cycles soon after a reset bring them there.
+    // next ones after it; four cycles soon after a reset bring them there.
     logic [ADDRESS-1:0] index;
     logic [WORD-1:0] read_word;
 

@@ -32,10 +32,10 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a design. lut: LUTs as logic; lut_memory: LUTs as memory and shift registers."""
+    """Of a design."""
 
-    lut: int = 0
-    lut_memory: int = 0
+    lut: int = 0  # LUTs as logic
+    lut_memory: int = 0  # LUTs as memory and shift registers
     ff: int = 0
     carry: int = 0
     ramb18: int = 0

@@ -15,12 +15,12 @@ MOST_INPUTS, MOST_OUTPUTS = 6912, 13824
 
 @dataclass(frozen=True)
 class Design:
-    """A module of hls/rtl with values of its parameters. trits_per_cycle: multiply-adds that it does in a cycle."""
+    """A module of hls/rtl with values of its parameters."""
 
     name: str
     top: str
     parameters: dict[str, int]
-    trits_per_cycle: int
+    trits_per_cycle: int  # multiply-adds that it does in a cycle
 
 
 def engine(geometry: Geometry, most_inputs: int = MOST_INPUTS, most_outputs: int = MOST_OUTPUTS) -> Design:

@@ -79,10 +79,10 @@ class Netlist:
 
     def _sizes(self, n_in: int, n_bytes: int, n_out: int) -> tuple[int, int]:
         """Steps and tiles."""
-        wanted = self.geometry.stream_bytes(n_out, n_in)
-        if n_bytes != wanted:
+        expected = self.geometry.stream_bytes(n_out, n_in)
+        if n_bytes != expected:
             raise ShapeError(
-                f"({n_out}, {n_in}) must take {wanted} bytes: found {n_bytes}; the file is of another matrix"
+                f"({n_out}, {n_in}) must take {expected} bytes: found {n_bytes}; the file is of another matrix"
             )
         n_steps, n_tiles = self.geometry.n_steps(n_in), self.geometry.n_tiles(n_out)
         most = self._design.parameters

@@ -54,11 +54,11 @@ def record(found: dict[str, Any]) -> None:
         file.write(b"\n")
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
     """Counts of designs that are further than TOLERANCE from those of another record, in words."""
     told = []
     for name, row in found["designs"].items():
-        other = wanted["designs"].get(name)
+        other = expected["designs"].get(name)
         if other is None or other["parameters"] != row["parameters"]:
             told.append(f"{name}: of other parameters, or not recorded")
             continue

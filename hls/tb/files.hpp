@@ -1,4 +1,4 @@
-// Files of golden vectors and weights, read whole or in part. Every fault throws with what was wanted and found.
+// Files of golden vectors and weights, read whole or in part. Every fault throws with what was expected and found.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ inline std::size_t size_of_file(const std::string& path) {
 
 inline bool is_file(const std::string& path) { return std::ifstream(path, std::ios::binary).good(); }
 
-inline void check_size(const std::string& what, std::size_t wanted, std::size_t found) {
-    if (found >= wanted) return;
-    throw std::runtime_error("short file: " + what + " must have " + std::to_string(wanted) + " bytes: found " +
+inline void check_size(const std::string& what, std::size_t expected, std::size_t found) {
+    if (found >= expected) return;
+    throw std::runtime_error("short file: " + what + " must have " + std::to_string(expected) + " bytes: found " +
                              std::to_string(found));
 }
 
@@ -37,7 +37,7 @@ inline std::vector<std::uint8_t> read_part(const std::string& path, std::size_t 
 
 inline std::vector<std::uint8_t> read_whole(const std::string& path) { return read_part(path, 0, size_of_file(path)); }
 
-// The 16 digits behind "hash" in a manifest.json, which has that name once, under "geometry".
+// The 16 digits after "hash" in a manifest.json, which has that name once, under "geometry".
 inline std::uint64_t geometry_of_manifest(const std::string& path) {
     const std::vector<std::uint8_t> bytes = read_whole(path);
     const std::string text(bytes.begin(), bytes.end());

@@ -155,22 +155,22 @@ Arguments parsed(int argc, char** argv) {
             given["folder"] = word;
             continue;
         }
-        if (++i == argc) throw std::runtime_error(word + " wants a value");
+        if (++i == argc) throw std::runtime_error(word + " needs a value");
         given[word.substr(2)] = argv[i];
     }
     return given;
 }
 
-std::string wanted(const Arguments& given, const std::string& name) {
+std::string required(const Arguments& given, const std::string& name) {
     const auto found = given.find(name);
-    if (found == given.end()) throw std::runtime_error("--" + name + " is wanted, or a folder");
+    if (found == given.end()) throw std::runtime_error("--" + name + " is needed, or a folder");
     return found->second;
 }
 
 std::vector<Golden> of_files(const Arguments& given) {
-    const int n_out = std::stoi(wanted(given, "rows")), n_in = std::stoi(wanted(given, "inputs"));
-    const Bytes stream = read_whole(wanted(given, "weights"));
-    return {read_golden(wanted(given, "weights"), n_out, n_in, stream, wanted(given, "x"), wanted(given, "y"))};
+    const int n_out = std::stoi(required(given, "rows")), n_in = std::stoi(required(given, "inputs"));
+    const Bytes stream = read_whole(required(given, "weights"));
+    return {read_golden(required(given, "weights"), n_out, n_in, stream, required(given, "x"), required(given, "y"))};
 }
 
 #ifdef EI_MODEL_HEADER

@@ -1,4 +1,4 @@
-"""EXAONE 4.0 (LG AI Research, arXiv:2507.11407): norms behind attention and network, and on each query and key.
+"""EXAONE 4.0 (LG AI Research, arXiv:2507.11407): norms after attention and network, and on each query and key.
 
 The 32B model has windows in three of four layers, and its other layers no rotation.
 """

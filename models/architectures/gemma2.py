@@ -1,4 +1,4 @@
-"""Gemma 2 (arXiv:2408.00118): norms before and behind, GELU, capped scores and logits, windows in every second layer.
+"""Gemma 2 (arXiv:2408.00118): norms before and after, GELU, capped scores and logits, windows in every second layer.
 
 The weights of the norms are in the file with the 1 added that Gemma adds to them.
 """

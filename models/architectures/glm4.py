@@ -1,4 +1,4 @@
-"""GLM-4 of 2025 (Zeng et al., arXiv:2406.12793): norms before and behind attention and network, fused gate and up.
+"""GLM-4 of 2025 (Zeng et al., arXiv:2406.12793): norms before and after attention and network, fused gate and up.
 
 Queries and keys are turned in a part of each head. Position sections for images (GLM-4.1V) are not supported.
 """

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961): norms behind attention and network, and on whole queries and keys.
+"""OLMo 2 and 3 (arXiv:2501.00656, arXiv:2512.13961): norms after attention and network, and on whole queries and keys.
 
 OLMo 3 has windows in three of four layers, whose rotation is not scaled for long contexts. Its GGUF files have the name
 olmo2 too, there is no other.

@@ -18,13 +18,10 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Codes:
-    """Quantised weights in runs that share a scale: w = scale code + minimum.
+    """Quantised weights in runs that share a scale: w = scale code + minimum."""
 
-    values: (n_runs, run) int8, in the order of the weights.  scales, minimums: (n_runs, 1) float32, or (1, 1) for all;
-    minimums is None where there are none.
-    """
-
-    values: NDArray[np.int8]
+    values: NDArray[np.int8]  # (n_runs, run) int8, in the order of the weights
+    # scales, minimums: (n_runs, 1) float32, or (1, 1) for all; minimums is None where there are none
     scales: Floats
     minimums: Floats | None = None
 

@@ -18,13 +18,10 @@ PART = 64  # weights that have one scale in every format that is read
 
 @dataclass(frozen=True)
 class TernaryMatrix:
-    """weight = trit * scale. trits: (n_out, n_in).
+    """weight = trit * scale."""
 
-    scales: (n_out, n_parts), of equal parts of each row; (1, 1) where the matrix has one.
-    """
-
-    trits: Trits
-    scales: Floats
+    trits: Trits  # (n_out, n_in)
+    scales: Floats  # (n_out, n_parts), of equal parts of each row; (1, 1) where the matrix has one
 
     @classmethod
     def of_one_scale(cls, trits: Trits, scale: float) -> TernaryMatrix:

@@ -158,7 +158,7 @@ def read_metadata(
     cursor: Cursor, n_kv: int, release: Callable[[int, int], None] | None = None
 ) -> tuple[dict[str, MetadataValue], dict[str, int]]:
     """(values, offset of each value) by key. release: called with the first byte of each value that was read, and the
-    one behind it.
+    one after it.
     """
     metadata: dict[str, MetadataValue] = {}
     offsets: dict[str, int] = {}

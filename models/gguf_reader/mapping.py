@@ -23,7 +23,7 @@ AROUND = 2 << 20  # bytes around a page that the system maps together with it at
 
 
 class MappedFile:
-    """A file that stays open, and is mapped while somebody wants to look at its bytes.
+    """A file that stays open, and is mapped while somebody needs to look at its bytes.
 
     It must stay as it is: each access checks that, and `check` does so for what was read of the mapping since. Where
     another program cuts the file meanwhile, its last bytes are read as zeros until then.
@@ -92,7 +92,7 @@ class MappedFile:
         """Let the system read bytes first..last-1, for each such run: together, and ahead of their use."""
         if hasattr(os, "posix_fadvise"):
             for first, last in runs:
-                if first >= last:  # of no bytes the system would make all behind first
+                if first >= last:  # of no bytes the system would make all after first
                     continue
                 with suppress(OSError):  # where it does not help it does no harm
                     os.posix_fadvise(self.descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
@@ -106,7 +106,7 @@ class MappedFile:
             self._mapping.drop(max(0, first - AROUND), last + AROUND)
 
     def unmap(self) -> None:
-        """End the mapping, or where somebody still looks at it, drop its pages. It is mapped again when wanted."""
+        """End the mapping, or where somebody still looks at it, drop its pages. It is mapped again when needed."""
         if self._mapping is None:
             return
         self._was_lost = self._was_lost or self._mapping.is_lost

@@ -72,8 +72,8 @@ def read_all_parts(path: Path, opened: Part) -> list[Part]:
     if index >= count:
         opened.refuse_value("split.no", f"must be less than split.count, {count}: found {index}")
     if stem is None or path.name != _part_name(stem[1], index, count):
-        wanted = _part_name("NAME", index, count)
-        opened.refuse_value("split.no", f"this is file {index + 1} of {count}, its name must be {wanted}")
+        expected = _part_name("NAME", index, count)
+        opened.refuse_value("split.no", f"this is file {index + 1} of {count}, its name must be {expected}")
     parts = []
     for number in range(count):
         name = _part_name(stem[1], number, count)
@@ -92,9 +92,9 @@ def _read_split_part(path: Path, index: int, count: int) -> Part:
     if not path.exists():
         raise ModelNotFound(f"{path}: file {index + 1} of {count} of the split model is missing")
     part = read_part(path)
-    for key, wanted in (("split.count", count), ("split.no", index)):
-        if part.metadata.get(key) != wanted:
-            part.refuse_value(key, f"must be {wanted}: found {part.metadata.get(key)!r:.80}")
+    for key, expected in (("split.count", count), ("split.no", index)):
+        if part.metadata.get(key) != expected:
+            part.refuse_value(key, f"must be {expected}: found {part.metadata.get(key)!r:.80}")
     return part
 
 

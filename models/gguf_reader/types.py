@@ -13,7 +13,7 @@ MetadataValue: TypeAlias = (
     int | float | bool | str | Strings | Numbers | list[int] | list[float] | list[bool] | list[str]
 )
 
-I2_S_TAIL_BYTES = 32  # behind the last block of a tensor: its scale as float32, and room
+I2_S_TAIL_BYTES = 32  # after the last block of a tensor: its scale as float32, and room
 
 
 class GGMLType(IntEnum):
@@ -117,17 +117,14 @@ OF_IK_LLAMA = {134: "IQ1_BN", 135: "IQ2_BN", 335: "IQ2_BN_R4"}  # ternary; their
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed.
-
-    offset: in bytes, from the start of the file.  part: index of that file in ModelFile.paths.
-    """
+    """Location of a tensor. shape is in numpy's order, (n_out, n_in) for a matrix: GGUF's dimensions reversed."""
 
     name: str
     shape: tuple[int, ...]
     type: GGMLType
-    offset: int
+    offset: int  # in bytes, from the start of the file
     n_bytes: int
-    part: int
+    part: int  # index of that file in ModelFile.paths
 
     @property
     def n_elements(self) -> int:

@@ -51,7 +51,7 @@ class Guards(NodeTransformer):
         return self._filter("own!", nodes.Const(node.data))
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
-        """Arguments behind a * are counted."""
+        """Arguments after a * are counted."""
         self.generic_visit(node)
         if node.dyn_args is not None:
             node.dyn_args = self._filter("listed!", node.dyn_args)

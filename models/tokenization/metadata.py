@@ -20,9 +20,9 @@ class TokenizerMetadata:
         self.values = file.metadata
         self.path = file.path
 
-    def error(self, key: str, wanted: str, found: object) -> TokenizerError:
+    def error(self, key: str, expected: str, found: object) -> TokenizerError:
         """The error for a key with a wrong value."""
-        return TokenizerError(f"{self.path}: tokenizer.ggml.{key} must be {wanted}: found {found!r:.80}")
+        return TokenizerError(f"{self.path}: tokenizer.ggml.{key} must be {expected}: found {found!r:.80}")
 
     def warn(self, message: str) -> None:
         """A RuntimeWarning about the file."""

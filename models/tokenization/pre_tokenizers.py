@@ -91,7 +91,7 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "minicpm5": (r"\p{N}{1,3}", _any(_SHORT, _WORD, r"\p{N}+", _SYMBOLS, _LINES_SPACE)),
     "jais-2": (
         _any(
-            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"(?<![^\S\r\n])" + LINE_ENDS),  # behind a space there are none
+            *(_SHORT, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"(?<![^\S\r\n])" + LINE_ENDS),  # after a space there are none
             *(rf"\s{{{n}}}(?!\S)" for n in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2")),
             r"\s",
         ),
@@ -199,7 +199,7 @@ def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([splitter(pattern) for pattern in PRE_TOKENIZERS[pre]])
 
 
-_AT_ONCE = 1 << 16  # characters, and those behind them up to the next place where a pre-tokeniser cuts anyway
+_AT_ONCE = 1 << 16  # characters, and those after them up to the next place where a pre-tokeniser cuts anyway
 _LINE_BREAK, _WORD_BREAK = re.compile("(?<=[A-Za-z])(?=\n)"), re.compile("(?<=[A-Za-z])(?= [A-Za-z]|\n)")
 
 

@@ -27,7 +27,7 @@ from edgeinfer.models.gguf import ModelFile
 
 @dataclass
 class Heads:
-    """One head, opened as often as wanted; rows of it."""
+    """One head, opened as often as needed; rows of it."""
 
     native: Callable[..., NativeHeadSession]
     reference: Callable[[], ReferenceHead]

@@ -31,7 +31,7 @@ REST = [f"blk.{{}}.{role}.weight" for role in ("attn_output", "ffn_gate", "ffn_u
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys and values of two rows: half a tile each, in one stream one behind the other."""
+    """Keys and values of two rows: half a tile each, in one stream one after the other."""
     path = tmp_path_factory.mktemp("model") / "tiny.gguf"
     return write_tiny_model(path, "bitnet-b1.58", "I2_S", n_heads=64, n_kv_heads=1, head_dim=2, n_ff=384)
 
@@ -84,9 +84,9 @@ def test_chat_gives_the_text_of_the_native_engine(model: Path) -> None:
 
 def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, tmp_path: Path) -> None:
     tokens = np.arange(5, 17, dtype=np.int32)
-    wanted = logits_of(NativeBackend(), model, tokens)
-    assert np.array_equal(logits_of(FpgaSimBackend(folder), model, tokens), wanted)
-    assert np.array_equal(logits_of(FpgaSimBackend(), model, tokens), wanted)
+    expected = logits_of(NativeBackend(), model, tokens)
+    assert np.array_equal(logits_of(FpgaSimBackend(folder), model, tokens), expected)
+    assert np.array_equal(logits_of(FpgaSimBackend(), model, tokens), expected)
     changed = shutil.copytree(folder, tmp_path / "changed")
     stream = bytearray((changed / "weights.0.bin").read_bytes())
     stream[0] = 242 - stream[0]  # the other sign of five weights
@@ -96,7 +96,7 @@ def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, t
     manifest = json.loads((changed / "manifest.json").read_text())
     manifest["files"]["weights.0.bin"]["sha256"] = file_sha256(changed / "weights.0.bin")
     (changed / "manifest.json").write_text(json.dumps(manifest))
-    assert not np.array_equal(logits_of(FpgaSimBackend(changed), model, tokens), wanted)
+    assert not np.array_equal(logits_of(FpgaSimBackend(changed), model, tokens), expected)
 
 
 def test_a_folder_of_another_model_or_engine_is_refused(model: Path, folder: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ PROMPT = "hello world, there is the one, there is the one and hello"
 
 @dataclass
 class Heads:
-    """A head of a tiny model, opened as often as wanted; rows of it."""
+    """A head of a tiny model, opened as often as needed; rows of it."""
 
     head: Path
     target: Path
@@ -303,8 +303,8 @@ def test_a_tree_made_on_the_device_is_the_one_of_single_levels(
     for head in (made, alone):
         head.commit(path)
     assert made.n_past == 9 + len(path)
-    behind = [head.forward(tokens[:3], features[:3], logits="all").logits for head in (made, alone)]
-    assert difference(*behind) < 1e-4
+    after = [head.forward(tokens[:3], features[:3], logits="all").logits for head in (made, alone)]
+    assert difference(*after) < 1e-4
 
 
 def test_trees_that_cannot_be_made_are_refused(tmp_path: Path, opencl_device: OpenCLDevice) -> None:

@@ -27,42 +27,44 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 TYPES = [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0]
 
 
-def rewritten(type: GGMLType, rows: np.ndarray, n_in: int, wanted: GGMLType) -> np.ndarray:
+def rewritten(type: GGMLType, rows: np.ndarray, n_in: int, requested: GGMLType) -> np.ndarray:
     n_rows = len(rows) // (n_in // type.block_elements * type.block_bytes)
-    out = np.empty(n_rows * n_in // wanted.block_elements * wanted.block_bytes, dtype=np.uint8)
-    _core.rewrite_rows(int(type), rows, n_in, int(wanted), out)
+    out = np.empty(n_rows * n_in // requested.block_elements * requested.block_bytes, dtype=np.uint8)
+    _core.rewrite_rows(int(type), rows, n_in, int(requested), out)
     return out
 
 
-@pytest.mark.parametrize("wanted", TYPES)
+@pytest.mark.parametrize("requested", TYPES)
 @pytest.mark.parametrize("type", [GGMLType.F32, *TYPES, GGMLType.Q6_K])
-def test_rows_are_rewritten_as_exporters_write_them(type: GGMLType, wanted: GGMLType, rng: np.random.Generator) -> None:
+def test_rows_are_rewritten_as_exporters_write_them(
+    type: GGMLType, requested: GGMLType, rng: np.random.Generator
+) -> None:
     weights = rng.standard_normal((40, 512), dtype=np.float32) * rng.choice([1e-6, 0.01, 1, 50], (40, 1))
     weights[3, :64] = 0.0
     weights[4] = np.arange(512) % 253 - 126.5  # half-way between codes
     weights[4, ::32] = 127.0
     given = quantize(type, weights.astype(np.float32))
-    found = rewritten(type, given, 512, wanted)
-    assert_array_equal(found, quantize(wanted, dequantize(type, given, (40, 512))))
+    found = rewritten(type, given, 512, requested)
+    assert_array_equal(found, quantize(requested, dequantize(type, given, (40, 512))))
 
 
-@pytest.mark.parametrize("wanted", TYPES)
-def test_numbers_that_are_none_stay_in_their_block(wanted: GGMLType, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("requested", TYPES)
+def test_numbers_that_are_none_stay_in_their_block(requested: GGMLType, rng: np.random.Generator) -> None:
     weights = rng.standard_normal((3, 64), dtype=np.float32)
     clean = weights.copy()
     weights[1, :32], clean[1, :32] = [np.nan, np.inf, -np.inf, 1.0] * 8, 0.0
     found, others = (
-        dequantize(wanted, rewritten(GGMLType.F32, rows.reshape(-1).view(np.uint8), 64, wanted), (3, 64))
+        dequantize(requested, rewritten(GGMLType.F32, rows.reshape(-1).view(np.uint8), 64, requested), (3, 64))
         for rows in (weights, clean)
     )
     expected = {GGMLType.F16: weights[1, :32], GGMLType.Q8_0: np.full(32, np.nan), GGMLType.Q4_0: np.zeros(32)}
-    assert_array_equal(found[1, :32], expected[wanted])
+    assert_array_equal(found[1, :32], expected[requested])
     found[1, :32] = others[1, :32]
     assert_array_equal(found, others)
 
 
 @pytest.mark.parametrize(
-    "type, n_bytes, n_in, wanted, n_out",
+    "type, n_bytes, n_in, requested, n_out",
     [
         (GGMLType.F32, 128, 32, GGMLType.Q4_K, 18),
         (GGMLType.I2_S, 128, 128, GGMLType.Q4_0, 72),
@@ -71,10 +73,10 @@ def test_numbers_that_are_none_stay_in_their_block(wanted: GGMLType, rng: np.ran
         (GGMLType.F32, 128, 32, GGMLType.F16, 63),
     ],
 )
-def test_rows_that_cannot_be_rewritten_are_refused(type, n_bytes, n_in, wanted, n_out) -> None:
+def test_rows_that_cannot_be_rewritten_are_refused(type, n_bytes, n_in, requested, n_out) -> None:
     rows, out = (np.zeros(n, dtype=np.uint8) for n in (n_bytes, n_out))
     with pytest.raises(ValueError):
-        _core.rewrite_rows(int(type), rows, n_in, int(wanted), out)
+        _core.rewrite_rows(int(type), rows, n_in, int(requested), out)
 
 
 @pytest.fixture
@@ -114,9 +116,9 @@ def test_a_head_without_its_rows_is_as_one_that_has_them(
             head.close()
         loaded.close()
         reference = open_reference_head(ours, spec, model, of_target, 64, "float32")
-        wanted = reference.forward(tokens, features, logits="all").logits
-    assert wanted is not None and wanted.shape == (4, 270)
-    assert same_bits(*found) and np.abs(found[0] - wanted).max() < 0.02 * np.abs(wanted).max()
+        of_reference = reference.forward(tokens, features, logits="all").logits
+    assert of_reference is not None and of_reference.shape == (4, 270)
+    assert same_bits(*found) and np.abs(found[0] - of_reference).max() < 0.02 * np.abs(of_reference).max()
 
 
 def test_of_the_target_little_is_in_memory_while_rows_are_made(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def open_session(path: Path, n_ctx: int = 64, activations: Activations = "float3
 
 
 def logits_of(session: ReferenceSession, tokens: ArrayLike) -> NDArray[np.float32]:
-    """Logits after the last of these tokens, behind what is committed."""
+    """Logits after the last of these tokens, after what is committed."""
     logits = session.forward(tokens).logits
     assert len(logits) == 1
     return logits.reshape(-1)

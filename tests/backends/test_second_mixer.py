@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends import reference
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import LayerRows, ReferenceBackend, ReferenceDecoder, ReferenceSession
 from edgeinfer.backends.reference_math import Floats
@@ -155,10 +155,10 @@ def test_batches_trees_and_truncation_change_no_bit(path: Path, session: Referen
     whole = session.forward([*text, *branch], logits="all").logits
     for n_batch in (1, 7):
         pieces = _session(path, n_batch)
-        run_text(pieces, text, logits="none")
+        run_sequence(pieces, text, logits="none")
         assert np.array_equal(pieces.forward(branch, logits="all").logits, whole[20:])
     other = _session(path)
-    run_text(other, text, logits="none")
+    run_sequence(other, text, logits="none")
     # A tree: the true continuation beside a branch that is dropped.
     tree = other.forward([branch[0], 9, branch[1]], parents=[-1, -1, 0], logits="all").logits
     assert np.array_equal(tree[0], whole[20]) and np.array_equal(tree[2], whole[21])

@@ -105,9 +105,9 @@ def equal_pairs(
     found = iter(search.compare(tried, held, shown))
     choices: dict[str, Types] = {}
     for name in names:
-        wanted, *of_mixes = [next(found).divergence for _ in (0, *STEPS)]
-        print(f"\n{name}: KL {wanted:.5f}, of the mixes {of_mixes}", file=sys.stderr)
-        good = [mix for mix, kl in zip(ladders[name], of_mixes, strict=True) if kl <= wanted] or ladders[name][-1:]
+        expected, *of_mixes = [next(found).divergence for _ in (0, *STEPS)]
+        print(f"\n{name}: KL {expected:.5f}, of the mixes {of_mixes}", file=sys.stderr)
+        good = [mix for mix, kl in zip(ladders[name], of_mixes, strict=True) if kl <= expected] or ladders[name][-1:]
         choices |= {name: plain[name], f"auto, measured KL of {name}": good[0]}
     return choices
 

@@ -4,7 +4,7 @@
 
 Perplexity over windows of 2048 tokens of this project's documentation, from position 128 on, with the divergence
 KL(f16 || type) of each row. Recall: 1960 tokens of documentation with 24 codes of three digits spread over it; how many
-are, asked for one by one behind it, the most probable continuation. Time: one token behind 1960, types in turns,
+are, asked for one by one after it, the most probable continuation. Time: one token after 1960, types in turns,
 medians.
 One JSON line on stdout at the end; with --note it says what else ran on the machine.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from machine import machine
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.common.types import Device
@@ -108,7 +108,7 @@ def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, dict[str, floa
     ids, results = haystack(tokenizer, codes), {}
     for kind, session in sessions.items():
         session.truncate(0)
-        run_text(session, ids, logits="none")
+        run_sequence(session, ids, logits="none")
         n_right, nll = 0, 0.0
         for name, code in codes.items():
             question = tokenizer.encode(f"The code of the {name} is")
@@ -122,12 +122,12 @@ def recall(sessions: Sessions, tokenizer: Tokenizer) -> dict[str, dict[str, floa
 
 
 def milliseconds(sessions: Sessions, rounds: int) -> dict[str, float]:
-    """Median of a token behind N_PAST others, types in turns."""
+    """Median of a token after N_PAST others, types in turns."""
     rng = np.random.default_rng(5)
     times: dict[CacheType, list[float]] = {kind: [] for kind in sessions}
     for session in sessions.values():
         session.truncate(0)
-        run_text(session, rng.integers(0, 1000, N_PAST), logits="none")
+        run_sequence(session, rng.integers(0, 1000, N_PAST), logits="none")
     for turn in range(rounds + 1):
         for kind, session in sessions.items():
             started = time.perf_counter()

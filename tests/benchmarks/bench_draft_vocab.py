@@ -5,7 +5,7 @@
 
 The target answers every 8th prompt greedily; each draft model reads prompt and answer as it is loaded for drafts.
 accepted: share of the answers' tokens that are the draft model's most likely ones.  known: share that has logits.
-ms: median of passes of one token behind 256 others, the models by turns.  --texts: keeps the target's answers.
+ms: median of passes of one token after 256 others, the models by turns.  --texts: keeps the target's answers.
 --whole: the first draft model again, with logits for all tokens, which it never has when it drafts. One JSON line on
 stdout at the end.
 """

@@ -38,10 +38,10 @@ from machine import machine
 from numpy.typing import NDArray
 
 import edgeinfer
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.weights import DRAFT_TOKENS
-from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextState, visible_slots
+from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, SequenceState, visible_slots
 from edgeinfer.backends.reference_math import Floats, scale
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
@@ -102,7 +102,7 @@ class Skipping(ReferenceModel):
     def run_layers(
         self,
         x: Floats,
-        text: TextState,
+        text: SequenceState,
         links: NDArray[np.int32],
         rows: NDArray[np.int32],
         taps: tuple[int, ...],
@@ -120,7 +120,7 @@ class Skipping(ReferenceModel):
 
 
 def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Sequence[int]]) -> list[float]:
-    """How often the most likely token of each set of layers is the answers', behind the answers so far."""
+    """How often the most likely token of each set of layers is the answers', after the answers so far."""
     backend = ReferenceBackend("int8")
     model = Skipping(
         spec, backend.plan(file, spec, LoadSettings(N_CTX)), backend.read_weights(file, spec.tensor_shapes())
@@ -130,7 +130,7 @@ def matches(file: ModelFile, spec: ModelSpec, texts: Texts, sets: Sequence[Seque
     for ids, begin in zip(texts.ids, texts.begins, strict=True):
         model.kept = None
         session.truncate(0)
-        run_text(session, ids[: begin - 1], logits="none")
+        run_sequence(session, ids[: begin - 1], logits="none")
         for before, after in pairwise(ids[begin - 1 :]):
             for i, model.kept in enumerate(sets):
                 right[i] += int(session.forward([before]).logits[0].argmax()) == after

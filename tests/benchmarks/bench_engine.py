@@ -3,10 +3,10 @@
     python tests/benchmarks/bench_engine.py MODEL.gguf ... [--threads 1,2] [--rounds 9] [--no-peer]
         [--context 64] [--sizes 1,2,4,8,16,512] [--busy]
 
-For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens behind a context of 64, with the
+For each model and number of threads: milliseconds to pass n = 1, 2, 4, 8, 16 tokens after a context of 64, with the
 logits of all of them, and to prefill 512 tokens with the logits of the last. Both engines pass all sizes in each round,
 the order swapped each time, and what the machine can read and multiply just then is measured too; figures are medians.
-Of up to 16 tokens, a figure is the mean of a tenth of a second of passes, behind some that are not timed: engines and
+Of up to 16 tokens, a figure is the mean of a tenth of a second of passes, after some that are not timed: engines and
 machine take a while to come back from a pause. "limit" is the time in which the machine could read all weights, or do
 all multiply-adds, whichever is longer; the share of it is the median of each round's, and so is the cost, the time over
 that of the first size. The process is pinned to as many cores as there are threads. --busy measures everything again
@@ -44,7 +44,7 @@ WARM_UP, STRETCH, BUSY_STRETCH = 0.05, 0.1, 0.5  # seconds of such passes
 
 
 class Contender(Protocol):
-    """One engine with a context behind it. tokens: (n,) int32, the context and then what is passed."""
+    """One engine that has read a context. tokens: (n,) int32, the context and then what is passed."""
 
     def __init__(self, path: Path, n_threads: int, tokens: np.ndarray, n_context: int) -> None: ...
 
@@ -58,12 +58,12 @@ class Ours:
         backend = NativeBackend()
         plan = backend.plan(self.file, spec, LoadSettings(len(tokens), n_batch=N_BATCH, n_threads=n_threads))
         self.session = backend.load(self.file, spec, plan, Device(n_threads)).session()
-        self.behind = tokens[n_context:]
+        self.after = tokens[n_context:]
         self.session.forward(tokens[:n_context], logits=[])
         self.session.commit(range(n_context))
 
     def seconds(self, n: int) -> float:
-        batch = self.behind[:n]
+        batch = self.after[:n]
         started = time.perf_counter()
         self.session.forward(batch, logits="all" if n <= 16 else "last")
         return time.perf_counter() - started

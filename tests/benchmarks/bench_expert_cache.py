@@ -224,7 +224,7 @@ def engine_of(variant: str) -> str:
     return variant if variant == "repacked" else VARIANTS[variant].__name__
 
 
-def wanted(arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
+def requested(arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
     """(repeat, share, variant) of all runs in their order."""
     for repeat in range(arguments.repeats):
         for share in arguments.shares:
@@ -256,7 +256,7 @@ def main() -> None:
     records = Records(arguments.records, settings)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.model, arguments, compile_steering(Path(folder)))
-        for repeat, share, variant in wanted(arguments):
+        for repeat, share, variant in requested(arguments):
             key = f"{share} {variant} {repeat}"
             if key not in records.rows:
                 records.add(key, bench.run(variant, share))

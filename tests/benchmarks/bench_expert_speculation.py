@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_expert_speculation.py MODEL.gguf ... [--caches 100%,50%] [--tokens 128] [--threads 2]
 
 The models are those of split_ffn.py, which route real text. `cost`: milliseconds of passes of n tokens of a text over
-those of one, all experts in memory, and the same with random ids; `union`: experts that they want, each once, in units
+those of one, all experts in memory, and the same with random ids; `union`: experts that they need, each once, in units
 of one token's. `speed`: for each size of the expert cache tokens a second, by category of prompts, with the drafters
 "suffix" and "recycling" and without drafts, in turns; the greedy texts must be equal. With them the costs that were
 learnt, the share of experts that was missing, and how many of the experts predicted for tokens were right. One JSON
@@ -30,7 +30,7 @@ from machine import machine
 from text import LICENSE_TEXT, SAMPLE_TEXT
 
 import edgeinfer
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeSession
 from edgeinfer.engine import Engine
 from edgeinfer.models.gguf import ModelFile
@@ -61,7 +61,7 @@ PROMPTS = {
 
 
 def timed(session: NativeSession, stretches: Sequence[list[int]], rounds: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds by size, relative to one token, and the mean union; behind a context."""
+    """Median milliseconds by size, relative to one token, and the mean union; after a context."""
     times: dict[int, list[float]] = {n: [] for n in SIZES}
     unions: dict[int, list[float]] = {n: [] for n in SIZES}
     for _ in range(rounds):
@@ -89,7 +89,7 @@ def costs(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     with open_model(path, 256, 64, arguments.threads) as model:
         random = [rng.integers(0, model.spec.n_vocab, max(SIZES)).tolist() for _ in text]
         session = model.session()
-        run_text(session, tokens[:N_CONTEXT], logits="none")
+        run_sequence(session, tokens[:N_CONTEXT], logits="none")
         return {name: timed(session, of, arguments.rounds) for name, of in (("text", text), ("random", random))}
 
 
@@ -97,7 +97,7 @@ def costs(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def answer(engine: Engine, question: str, n: int) -> tuple[list[int], float]:
-    """Tokens of a greedy answer, and seconds for each behind the first."""
+    """Tokens of a greedy answer, and seconds for each after the first."""
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     completion = engine.generate(prompt, max_tokens=n, temperature=0.0)
     return list(completion.tokens), 1.0 / completion.timings.decode_tokens_per_second

@@ -2,13 +2,13 @@
 
     python tests/benchmarks/bench_experts.py MODEL.gguf ... [--threads 2] [--rounds 7] [--sizes 1,2,4,8,512] [--no-peer]
 
-Milliseconds to pass n tokens of real text behind a context of 64, with the logits of all of them, and to prefill 512
+Milliseconds to pass n tokens of real text after a context of 64, with the logits of all of them, and to prefill 512
 with the logits of the last. Which experts a pass reads depends on the text: in each round both engines pass the same
 --places stretches of it, other ones in each round, in an order that is swapped each time; of more than 16 tokens one.
 Both have their own layout of the weights (llama.cpp repacks). The process is pinned to as many cores as threads.
 
 speedup: the median over stretches of llama.cpp's time over edgeinfer's. c: the median over that of one token. union:
-how many experts of a layer n tokens of this text want together, by llama.cpp's routing, the mean. load: the share of
+how many experts of a layer n tokens of this text need together, by llama.cpp's routing, the mean. load: the share of
 the CPUs that other processes took meanwhile; figures with more than a few percent are noise. One JSON line on stdout.
 """
 
@@ -39,7 +39,7 @@ PAUSE = 0.02  # seconds: OpenMP's threads spin for some milliseconds after llama
 
 
 class Peer(LlamaCpp):
-    """llama.cpp, with another stretch of text behind the context each time."""
+    """llama.cpp, with another stretch of text after the context each time."""
 
     def place(self, stretch: np.ndarray) -> None:
         self.tokens = np.concatenate([self.tokens[: self.n_context], stretch])
@@ -49,7 +49,7 @@ class Native(Ours):
     """The same of the native engine."""
 
     def place(self, stretch: np.ndarray) -> None:
-        self.behind = stretch
+        self.after = stretch
 
 
 class Bench:

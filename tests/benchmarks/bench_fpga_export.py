@@ -81,7 +81,7 @@ def _floats() -> Iterator[NDArray[np.uint8]]:
 
 
 def _matrix(shape: tuple[int, int], seed: int) -> NDArray[np.uint8]:
-    """Bytes of four random trits each, and a scale behind them."""
+    """Bytes of four random trits each, and a scale after them."""
     codes = np.indices((3, 3, 3, 3)).reshape(4, -1)
     of_four = (codes << np.array([[0], [2], [4], [6]])).sum(axis=0).astype(np.uint8)
     data = of_four[np.random.default_rng(seed).integers(0, 81, shape[0] * shape[1] // 4, dtype=np.uint8)]

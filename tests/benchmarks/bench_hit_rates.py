@@ -2,7 +2,7 @@
 
 The routing is simulated, no model runs. Traces are those of BigMoeOnEdge (github.com/Helldez/BigMoeOnEdge, Apache-2.0),
 docs/bench-data/2026-07-15-route-trace/*.route.csv, or of its --route-trace. The prompt fills the cache; the tokens
-behind it are counted. A budget is a share of all experts. --demand fails where a rate of ours is lower.
+after it are counted. A budget is a share of all experts. --demand fails where a rate of ours is lower.
 
 Run: python tests/benchmarks/bench_hit_rates.py TRACE.csv ... [--budgets 10,25,50] [--demand .53,.82,.96]
 """

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_joint_passes.py MODEL.gguf ... [--threads 2] [--rounds 30] [--context 256]
 
 Each text has its own session with `context` committed tokens. In turns: one text; 2, 4 and 8 texts in one joint pass
-(Model.forward); and as many tokens behind one text in one pass, which is the same work but for the attention. Medians
+(Model.forward); and as many tokens after one text in one pass, which is the same work but for the attention. Medians
 and minima of milliseconds, and their ratios to the pass of one text. One JSON line on stdout at the end; with --note it
 says what else ran on the machine.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from machine import machine
 
-from edgeinfer.backends.base import Rows, run_text
+from edgeinfer.backends.base import Rows, run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
@@ -56,7 +56,7 @@ def bench(path: Path, n_threads: int, rounds: int, n_context: int) -> dict[str, 
         model = backend.load(file, spec, plan, Device(n_threads))
         sessions = [model.session() for _ in range(max(SIZES))]
         for session in sessions:
-            run_text(session, rng.integers(0, spec.n_vocab, n_context).astype(np.int32), logits="none")
+            run_sequence(session, rng.integers(0, spec.n_vocab, n_context).astype(np.int32), logits="none")
         tokens = rng.integers(0, spec.n_vocab, max(SIZES)).tolist()
         times: dict[str, dict[int, list[float]]] = {"texts": {n: [] for n in SIZES}, "one_text": {n: [] for n in SIZES}}
         for turn in range(rounds + 1):

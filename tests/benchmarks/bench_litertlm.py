@@ -5,7 +5,7 @@
 With activations of 16 and of 8 bits: the mean Kullback-Leibler divergence (nats) of the next token from that of the
 same weights in float32 (the reference backend), over the first tokens of sample.txt, and how often the best token is
 the same; beside them the native engine. Then, in LiteRT-LM with packed weights on disk, milliseconds a token of a
-prompt of 100 words and of 64 tokens behind it, and the most memory that it took. One JSON line on stdout at the end.
+prompt of 100 words and of 64 tokens after it, and the most memory that it took. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def file_logits(file: ModelFile, tokens: list[int], fine: bool, folder: Path) ->
     return np.stack(rows)
 
 
-def distance(wanted: Logits, found: Logits) -> dict[str, float]:
+def distance(expected: Logits, found: Logits) -> dict[str, float]:
     def log_softmax(logits: Logits) -> NDArray[np.float64]:
         shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
         return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
-    p, q = log_softmax(wanted), log_softmax(found)
-    same = float(np.mean(wanted.argmax(axis=1) == found.argmax(axis=1)))
+    p, q = log_softmax(expected), log_softmax(found)
+    same = float(np.mean(expected.argmax(axis=1) == found.argmax(axis=1)))
     return {"kl": round(float(np.mean(np.sum(np.exp(p) * (p - q), axis=1))), 6), "same_best": round(same, 4)}
 
 

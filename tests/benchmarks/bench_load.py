@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_load.py MODEL.gguf ... [--threads 2] [--rounds 5] [--no-peer]
 
-Each in a process of its own, in turns, with the files in the page cache, behind one that fills 2 GiB of memory: where a
+Each in a process of its own, in turns, with the files in the page cache, after one that fills 2 GiB of memory: where a
 virtual machine gives free pages back to its host, who comes first would wait for new ones. They are: edgeinfer that
 packs at load, edgeinfer that maps what `edgeinfer pack` wrote (beside a link, both removed again), llama.cpp with its
 defaults; a context of 4096 and a prompt of 16 tokens. The vocabulary counts, importing does not. Medians of seconds

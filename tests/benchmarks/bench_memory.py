@@ -27,14 +27,14 @@ MODELS = ("small", "middle", "large", "windows", "experts")
 
 @dataclass(frozen=True)
 class Cell:
-    """One load. draft: "model" is the middle model for the large one.  expert_cache: as for `load`."""
+    """One load."""
 
     model: str
     n_ctx: int
     cache_type: str = "f16"
-    draft: str = "none"
+    draft: str = "none"  # "model" is the middle model for the large one
     packed: bool = False
-    expert_cache: str = "auto"
+    expert_cache: str = "auto"  # as for `load`
 
 
 CELLS = (
@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace, folder: Path, cache: Path) -> dict[int, dict[str, Any]]:
-    """The wanted cells, by number; each is printed as it ends."""
+    """The requested cells, by number; each is printed as it ends."""
     folder.mkdir(parents=True, exist_ok=True)
     own = {name: folder / f"{name}.gguf" for name in ("windows", "experts")}
     if not all(path.exists() for path in own.values()):

@@ -32,11 +32,11 @@ MEMORY = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Shape:
-    """A made-up model. tokenizer: "spm", "spm joined" with "▁" within pieces, "bpe", "bpe unordered", "bpe pairs"."""
+    """A made-up model."""
 
     architecture: str
     type: str
-    tokenizer: str
+    tokenizer: str  # "spm", "spm joined" with "▁" within pieces, "bpe", "bpe unordered", "bpe pairs"
     n_vocab: int
     n_embd: int
     n_layers: int
@@ -50,14 +50,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Cell:
-    """One load. model: a name of SHAPES, or "smollm2".  more: further options of `load`."""
+    """One load."""
 
-    model: str
+    model: str  # a name of SHAPES, or "smollm2"
     n_ctx: int
     cache_type: str = "f16"
     draft: str = "none"
     packed: bool = False
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)  # further options of `load`
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ def model_of(cell: Cell, folder: Path, smollm2: Path | None) -> Path:
 
 
 def run_cell(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Load, use all of it, and say what was planned and taken. stages: (VmRSS, VmHWM) behind each part."""
+    """Load, use all of it, and say what was planned and taken. stages: (VmRSS, VmHWM) after each part."""
     import edgeinfer
 
     stages: dict[str, tuple[int, ...]] = {}
@@ -246,20 +246,20 @@ def main() -> None:
         print(json.dumps(run_cell(Path(job["path"]), job["options"])))
         return
     words = set(arguments.cells.split())
-    wanted = [cell for cell in cells() if words <= set(cell.name.split())]
+    requested = [cell for cell in cells() if words <= set(cell.name.split())]
     with tempfile.TemporaryDirectory() as scratch:
-        report = run_all(wanted, arguments, Path(scratch))
+        report = run_all(requested, arguments, Path(scratch))
     print(report)
 
 
-def run_all(wanted: list[Cell], arguments: argparse.Namespace, scratch: Path) -> str:
-    """The report of the wanted cells, and of those that its file has; each is printed as it ends."""
+def run_all(requested: list[Cell], arguments: argparse.Namespace, scratch: Path) -> str:
+    """The report of the requested cells, and of those that its file has; each is printed as it ends."""
     folder = arguments.folder or scratch
     folder.mkdir(parents=True, exist_ok=True)
     results: dict[str, dict[str, Any]] = {}
     if arguments.json and arguments.json.exists():
         results = {result["cell"]: result for result in json.loads(arguments.json.read_text())["cells"]}
-    for cell in wanted:
+    for cell in requested:
         if cell.name in results:
             continue
         result = in_a_process(cell, model_of(cell, folder, arguments.smollm2), scratch / "cache")

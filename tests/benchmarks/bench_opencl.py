@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_opencl.py [MODEL.gguf] [--head HEAD.gguf] [--device N] [--rounds 7]
 
-Milliseconds, medians: of passes of some tokens behind 128 others with the logits of the last read back; of a level of
+Milliseconds, medians: of passes of some tokens after 128 others with the logits of the last read back; of a level of
 a tree chosen on the device (`OpenCLSession.draft`, 8 levels of 1 and of 4 nodes); of a token of a chain of 8, made one
 by one as logits come back and all at once, in turns; the same of a level of a tree of a draft head for that model, of
 two nodes; of a copy of 4 bytes there and back; and of ternary products with two matrices of BitNet b1.58 2B4T in each
@@ -52,7 +52,7 @@ N_PAST, N_LEVELS = 128, 8
 
 
 def milliseconds(action: Callable[[], object], rounds: int) -> float:
-    """Median of some rounds, behind one that is not counted."""
+    """Median of some rounds, after one that is not counted."""
     action()
     times = []
     for _ in range(rounds):
@@ -63,7 +63,7 @@ def milliseconds(action: Callable[[], object], rounds: int) -> float:
 
 
 def passes(session: Session, tokens: np.ndarray, rounds: int) -> dict[int, float]:
-    """Of passes by number of tokens, behind N_PAST."""
+    """Of passes by number of tokens, after N_PAST."""
     session.forward(tokens[:N_PAST], logits=())
     session.commit(range(N_PAST))
     return {n: milliseconds(lambda n=n: session.forward(tokens[:n]), rounds) for n in SIZES}

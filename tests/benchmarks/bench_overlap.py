@@ -34,7 +34,7 @@ from edgeinfer.cli.plotting import draw_timeline
 from edgeinfer.engine import Engine
 from edgeinfer.loading.open import default_model
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
-from edgeinfer.speculation.drafters.base import CostlyDrafter
+from edgeinfer.speculation.drafters.base import ModelBasedDrafter
 from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.timeline import Timeline
@@ -57,8 +57,8 @@ def stretch(session: Session, one: float) -> CostModel:
     def stretched(tokens: Any, *arguments: Any, **options: Any) -> Any:
         started = time.perf_counter()
         out = forward(tokens, *arguments, **options)
-        wanted = one * (1.0 + MORE * (len(tokens) - 1)) if len(tokens) <= MAX_TOKENS else 0.0
-        time.sleep(max(0.0, wanted - (time.perf_counter() - started)))
+        seconds = one * (1.0 + MORE * (len(tokens) - 1)) if len(tokens) <= MAX_TOKENS else 0.0
+        time.sleep(max(0.0, seconds - (time.perf_counter() - started)))
         return out
 
     session.forward = stretched  # type: ignore[method-assign]
@@ -66,13 +66,13 @@ def stretch(session: Session, one: float) -> CostModel:
 
 
 def answer(engine: Engine, n_tokens: int, speculator: Speculator | None) -> tuple[Any, float]:
-    """A greedy answer, and seconds of its tokens behind the first."""
+    """A greedy answer, and seconds of its tokens after the first."""
     engine.speculator = speculator
     completion = engine.generate(TIMELINE_PROMPT, max_tokens=n_tokens, params=edgeinfer.SamplingParams(temperature=0.0))
     return completion, completion.timings.decode_seconds
 
 
-def figures(engine: Engine, drafter: CostlyDrafter, costs: CostModel, plain: Any, seconds: float) -> dict[str, Any]:
+def figures(engine: Engine, drafter: ModelBasedDrafter, costs: CostModel, plain: Any, seconds: float) -> dict[str, Any]:
     """Of an answer that is drafted by it."""
     speculator = Speculator(engine.session, [drafter], costs, engine.tokenizer.n_vocab, MAX_TOKENS - 1)
     speculator.timeline = timeline = Timeline()

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/bench_process.py MODEL.gguf ... [--threads 1] [--tokens 300] [--rounds 5]
 
-Passes of one token behind a short text, alternating between a session and the same code called in this process. Medians
+Passes of one token after a short text, alternating between a session and the same code called in this process. Medians
 of milliseconds. One JSON line on stdout at the end.
 """
 

@@ -56,7 +56,7 @@ from edgeinfer.common.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.common.types import Logits  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.sampling import SamplingParams  # noqa: E402
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter  # noqa: E402
+from edgeinfer.speculation.drafters.base import Context, Drafter, ModelBasedDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
@@ -72,10 +72,7 @@ PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.
 
 @dataclass
 class Run:
-    """One answer: tokens behind the first and their seconds; forward passes, drafted and accepted tokens if known.
-
-    text: a checksum of the tokens, of ours.
-    """
+    """One answer: tokens after the first and their seconds; forward passes, drafted and accepted tokens if known."""
 
     n_tokens: int
     seconds: float
@@ -84,7 +81,7 @@ class Run:
     accepted: int = 0
     draft_seconds: float = 0.0
     prompt_seconds: float = 0.0
-    text: int | None = None
+    text: int | None = None  # a checksum of the tokens, of ours
 
 
 Contender = Callable[[list[int], int], Run]  # of a prompt and the seed
@@ -229,7 +226,7 @@ def contenders(
 
     plain = Ours(arguments, engine, None)
     known: dict[str, Callable[[], Contender]] = {"ours plain": lambda: plain}
-    has_own = isinstance(whole.drafters[-1], CostlyDrafter)  # that was named, or came with the package
+    has_own = isinstance(whole.drafters[-1], ModelBasedDrafter)  # that was named, or came with the package
     if has_own:
         known[f"ours with {whole.drafters[-1].name}"] = lambda: Ours(arguments, engine, whole)
     known["ours"] = lambda: alone(SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)), RecyclingDrafter())

@@ -17,7 +17,7 @@ ik_llama.cpp (IQ2_BN, IQ2_BN_R4).
 --model times whole passes instead. A model of that shape, with random trits and an output matrix of 128256 tokens in
 Q6_K, is written to a folder (0.8 GB for each format; what is there is taken again) and run by both, ours in I2_S and
 llama.cpp in TQ2_0. It is of the architecture bitnet, which both know: with SiLU in place of ReLU squared. Milliseconds
-for 1 and for 512 tokens behind a context of 64.
+for 1 and for 512 tokens after a context of 64.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ class _InitParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Library:
-    """A ggml. base, cpu: its libraries, which may be one."""
+    """A ggml."""
 
+    # base, cpu: its libraries, which may be one
     base: ctypes.CDLL
     cpu: ctypes.CDLL
 
@@ -133,11 +134,11 @@ class Library:
 
 @dataclass(frozen=True)
 class Kind:
-    """A ternary type of a ggml. random: makes the bytes of an (n_out, n_in) matrix."""
+    """A ternary type of a ggml."""
 
     name: str
     number: int
-    random: Callable[[int, int, np.random.Generator], np.ndarray]
+    random: Callable[[int, int, np.random.Generator], np.ndarray]  # makes the bytes of an (n_out, n_in) matrix
 
     @classmethod
     def of(cls, kind: GGMLType) -> Kind:
@@ -196,7 +197,7 @@ class Ggml:
         n_elements = sum(n_out * n_in for n_out, n_in in SHAPES)
         weights = self._context(
             n_layers * (n_elements + (1 << 17))
-        )  # bitnet.cpp wants that much, and leaves most of it
+        )  # bitnet.cpp needs that much, and leaves most of it
         self.layers = [[self._matrix(weights, kind, *shape, rng) for shape in SHAPES] for _ in range(n_layers)]
 
     def _context(self, n_bytes: int) -> int:

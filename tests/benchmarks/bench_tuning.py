@@ -90,7 +90,7 @@ def compare(session: NativeSession, choices: Mapping[str, Streams], rounds: int)
     }
 
 
-def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> dict[str, Any]:
+def bench(path: Path, n_threads: int, rounds: int, requested: list[str] | None) -> dict[str, Any]:
     with ModelFile.open(path) as file:
         spec, backend = read_spec(file), NativeBackend(tuned=False)
         plan = backend.plan(file, spec, LoadSettings(2 * N_BATCH, n_batch=N_BATCH, n_threads=n_threads))
@@ -98,7 +98,7 @@ def bench(path: Path, n_threads: int, rounds: int, wanted: list[str] | None) -> 
         decoder = session.model.tuned(N_BATCH)
         known = {n: Prefetch(*decoder.prefetch(False, n)) for n in SIZES}
         starts = {"known": known, **bad_starts(known)}
-        starts = {name: start for name, start in starts.items() if not wanted or name in wanted}
+        starts = {name: start for name, start in starts.items() if not requested or name in requested}
         result: dict[str, Any] = {"model": path.name, "n_threads": n_threads, "starts": {}}
         for name, start in starts.items():
             use(session, start)

@@ -58,7 +58,7 @@ class Everything:
 
 @dataclass
 class Answer:
-    """How many drafted tokens were right at each place of an answer; by the free drafters, and by the model."""
+    """How many drafted tokens were right at each place of an answer; by the model-free drafters, and by the model."""
 
     category: str
     free: list[int] = field(default_factory=list)

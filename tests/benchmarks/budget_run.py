@@ -18,14 +18,12 @@ N_TOKENS, MOST_PROMPT = 24, 4096  # of an answer and of its prompt
 
 @dataclass(frozen=True)
 class Job:
-    """path: of the model.  options: of `load`.  with_least: find out first what it needs at least.
-    loads: False for that alone.
-    """
+    """A load to try."""
 
-    path: str
-    options: dict[str, Any]
-    with_least: bool = False
-    loads: bool = True
+    path: str  # of the model
+    options: dict[str, Any]  # of `load`
+    with_least: bool = False  # find out first what it needs at least
+    loads: bool = True  # False for that alone
 
 
 def run(job: Job) -> dict[str, Any]:

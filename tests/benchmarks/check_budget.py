@@ -3,7 +3,7 @@
     python tests/benchmarks/check_budget.py --json docs/measurements/budget-zen3.json
 
 Random settings (architecture, context, batch, cache type, drafts, expert cache) load within a random budget between
-the least that they need and all that they want, in a process under a memory cgroup whose limit is the budget. Killed is
+the least that they need and all that they use, in a process under a memory cgroup whose limit is the budget. Killed is
 a process that the system ended; above is one whose peak of resident memory (VmHWM) was larger; the tokens are compared
 with those without a budget. Others get a budget below the least: all must end with exit code 4, and what the error
 proposes (a context, a cache type, a file) must load within that budget. Where no cgroup may be made, the limit is
@@ -155,7 +155,7 @@ def check_fitting(job: Job, share: float, whole: dict[str, Any], found: Found) -
 
 def _kind(note: str) -> str:
     """What a note is about, without its numbers."""
-    about = note.partition("loading with ")[2] or note
+    about = note.partition("reduced: ")[2] or note
     return re.sub(r"[\d./]+ ?(B|KiB|MiB|GiB)?", "N ", re.sub(r"\([^)]*\)", "", about))
 
 

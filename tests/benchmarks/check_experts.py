@@ -33,17 +33,17 @@ from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-N_BEHIND = 16  # tokens behind the prompt, which passes of n = 1..16 begin with
+N_AFTER = 16  # tokens after the prompt, which passes of n = 1..16 begin with
 N_BATCH = 512
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the model. cache: "memory", "least" or percent.  source: "packed", "model" or "split"."""
+    """One way to run the model."""
 
-    cache: str
+    cache: str  # "memory", "least" or percent
     n_threads: int
-    source: str
+    source: str  # "packed", "model" or "split"
     prefetch: float | None = None  # share of a token's experts, None as the engine has it
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ def row_hashes(logits: np.ndarray) -> list[str]:
 
 
 def one_by_one(session: Any, tokens: np.ndarray) -> list[str]:
-    """Hashes of the logits behind each token; the tokens are committed."""
+    """Hashes of the logits after each token; the tokens are committed."""
     found = []
     for token in tokens:
         found += row_hashes(session.forward([int(token)], logits="all").logits)
@@ -76,9 +76,9 @@ def in_chunks(session: Any, tokens: np.ndarray, chunk: int) -> list[str]:
     return found
 
 
-def differences(got: Sequence[str], wanted: Sequence[str]) -> int:
+def differences(got: Sequence[str], expected: Sequence[str]) -> int:
     """Rows that are not the same."""
-    return sum(a != b for a, b in zip(got, wanted, strict=True))
+    return sum(a != b for a, b in zip(got, expected, strict=True))
 
 
 class Check:
@@ -90,7 +90,7 @@ class Check:
             raise SystemExit(f"there is no packed file to compare with: edgeinfer pack {self.path}")
         with ModelFile.open(self.path) as file:
             text = Tokenizer.from_file(file).encode(SAMPLE_TEXT)
-        self.tokens = np.array(text[: arguments.tokens + N_BEHIND], dtype=np.int32)
+        self.tokens = np.array(text[: arguments.tokens + N_AFTER], dtype=np.int32)
 
     def cases(self) -> Iterator[Case]:
         """All ways; memory has no prefetch, and other sources than the packed file are tried with some caches only."""
@@ -108,7 +108,7 @@ class Check:
         path = self.arguments.split if case.source == "split" else self.path
         return open_model(
             path,
-            n_ctx=len(self.tokens) + N_BEHIND,
+            n_ctx=len(self.tokens) + N_AFTER,
             n_batch=N_BATCH,
             n_threads=case.n_threads,
             expert_cache=cache_bytes(path, case.cache),
@@ -124,20 +124,20 @@ class Check:
             session.close()
         return found
 
-    def run(self, case: Case, wanted: Sequence[str]) -> dict[str, int]:
+    def run(self, case: Case, expected: Sequence[str]) -> dict[str, int]:
         """Rows that differ, by what was compared."""
         with self.open(case) as model:
             session = model.session()
             found = {}
             for chunk in self.arguments.chunks:
                 session.reuse_prefix([])
-                found[f"in chunks of {chunk}"] = differences(in_chunks(session, self.tokens, chunk), wanted)
-            n_prompt = len(self.tokens) - N_BEHIND
+                found[f"in chunks of {chunk}"] = differences(in_chunks(session, self.tokens, chunk), expected)
+            n_prompt = len(self.tokens) - N_AFTER
             for n in self.arguments.sizes:
                 session.truncate(n_prompt)
-                behind = self.tokens[session.n_past :]
-                got = row_hashes(session.forward(behind[: n_prompt - session.n_past + n], logits="all").logits)[-n:]
-                found[f"{n} in a pass"] = differences(got, wanted[n_prompt : n_prompt + n])
+                after = self.tokens[session.n_past :]
+                got = row_hashes(session.forward(after[: n_prompt - session.n_past + n], logits="all").logits)[-n:]
+                found[f"{n} in a pass"] = differences(got, expected[n_prompt : n_prompt + n])
             session.close()
         return found
 

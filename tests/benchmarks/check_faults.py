@@ -5,7 +5,7 @@ changes.
 
     python tests/benchmarks/check_faults.py [--runs 200] [--seed 0]
 
-Exits with 1 if a run does anything else. One JSON line on stdout at the end; a run is told by its index and the seed.
+Exits with 1 if a run does anything else. One JSON line on stdout at the end; a run is named by its index and the seed.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import off_grid
 
 from edgeinfer import load
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor
@@ -59,13 +59,13 @@ def write_f16(source: Source, path: Path) -> None:
 
 
 def run(path: Path, n_tokens: int) -> tuple[list[str], NDArray[np.float32]]:
-    """(texts behind the prompts, logits of the first prompt's tokens)."""
+    """(texts after the prompts, logits of the first prompt's tokens)."""
     with load(path, n_ctx=1024) as engine:
         texts = [
             engine.generate(prompt, max_tokens=n_tokens, temperature=0.0, repeat_penalty=1.0).text for prompt in PROMPTS
         ]
         engine.session.truncate(0)
-        logits = run_text(engine.session, engine.tokenize(PROMPTS[0]), logits="all").logits
+        logits = run_sequence(engine.session, engine.tokenize(PROMPTS[0]), logits="all").logits
     return texts, logits
 
 

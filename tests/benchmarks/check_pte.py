@@ -30,7 +30,7 @@ from edgeinfer.exporters.targets import open_target
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 
-N_WANTED = 24
+N_LEAST = 24
 FLOAT_TYPES = ("F32", "F16", "BF16")
 
 
@@ -68,7 +68,7 @@ def checked(source: Path, options: argparse.Namespace) -> dict[str, Any]:
             facts = there(source, options.package, options.type, options.n_ctx)
     except EdgeInferError as error:
         return result | {"passed": False, "error": str(error)}
-    passed = facts["weights"] != "float32" or facts["n_equal_tokens"] >= N_WANTED or facts["most_apart"] < TIE
+    passed = facts["weights"] != "float32" or facts["n_equal_tokens"] >= N_LEAST or facts["most_apart"] < TIE
     return result | {"passed": passed, **facts}
 
 

@@ -56,18 +56,18 @@ def compare(ours: Any, theirs: Callable[[str], list[int] | None], strings: Itera
     """Figures; the first three differences go to stderr."""
     figures = {"strings": 0, "differences": 0, "differences_without_u2581": 0}
     for text in strings:
-        wanted = theirs(text)
-        if wanted is None:
+        expected = theirs(text)
+        if expected is None:
             continue
         figures["strings"] += 1
         found = ours.encode(text, add_special=False, parse_special=True)
-        if found == wanted:
+        if found == expected:
             continue
         figures["differences"] += 1
         figures["differences_without_u2581"] += SPACE_MARK not in text
         if SPACE_MARK not in text and figures["differences_without_u2581"] <= 3:
             print(
-                f"{text!r}\n  {ours.encode(text, add_special=False, parse_special=True)}\n  {wanted}", file=sys.stderr
+                f"{text!r}\n  {ours.encode(text, add_special=False, parse_special=True)}\n  {expected}", file=sys.stderr
             )
     return figures
 

@@ -22,7 +22,7 @@ from machine import machine
 from numpy.typing import NDArray
 from text import SAMPLE_TEXT
 
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
@@ -41,7 +41,7 @@ def ours(path: Path, text: str, n_tokens: int) -> tuple[list[int], Logits]:
         session = backend.load(
             file, spec, backend.plan(file, spec, LoadSettings(n_tokens, n_batch=512, n_threads=2)), Device(2)
         ).session()
-        logits = run_text(session, tokens, logits="all").logits
+        logits = run_sequence(session, tokens, logits="all").logits
         session.close()
     return tokens, logits
 

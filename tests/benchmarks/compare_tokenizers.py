@@ -115,11 +115,11 @@ def compare(path: str, n_strings: int, seed: int, real: list[str]) -> dict[str, 
     for text in itertools.islice(texts(seed, specials, real), n_strings):
         for parse_special in (False, True):
             got = tokenizer.encode(text, parse_special=parse_special)
-            wanted = oracle.encode(text, True, parse_special)
-            if got != wanted:
+            expected = oracle.encode(text, True, parse_special)
+            if got != expected:
                 n_different += 1
                 if n_different <= 10:
-                    print(f"{path}: {text!r} parse_special={parse_special}\n  {got}\n  {wanted}", file=sys.stderr)
+                    print(f"{path}: {text!r} parse_special={parse_special}\n  {got}\n  {expected}", file=sys.stderr)
     oracle.close()
     return {"file": Path(path).name, "strings": n_strings, "differences": n_different, "facts_that_differ": wrong}
 

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/expert_unions.py MODEL.gguf ... [--tokens 1024] [--sizes 2,4,8,16,512]
 
-For each size the mean number of experts of a layer that n tokens of text want together, and in units of one token's
+For each size the mean number of experts of a layer that n tokens of text need together, and in units of one token's
 top-k; beside it that of n random tokens. `previous`: share of a token's experts that the token before it chose too.
 `static`: share that goes to the top-k most frequent ones. One JSON line on stdout at the end.
 """
@@ -38,7 +38,7 @@ def routing(path: Path, tokens: np.ndarray | None, n_tokens: int, n_threads: int
 
 
 def mean_union(chosen: np.ndarray, n: int) -> float:
-    """Experts that n tokens in a row want of a layer, the mean over layers and stretches."""
+    """Experts that n tokens in a row need of a layer, the mean over layers and stretches."""
     n_tokens = chosen.shape[1]
     stretches = range(0, n_tokens - n + 1, n)
     return float(np.mean([len(np.unique(layer[i : i + n])) for layer in chosen for i in stretches]))

@@ -3,7 +3,7 @@ outside of its folder is opened.
 
     python tests/benchmarks/fuzz_checkpoints.py [--cases 600] [--seed 0] [--only INDEX ...] [--out RECORD.json]
 
-Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is told by its index and the seed.
+Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Where native lacks something, llama.cpp is asked in its own process, which may c
 
     python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--only INDEX ...] [--model FILE.gguf]
 
-Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is told by its index and the seed.
+Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def load_everything(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a case. verdict: loaded, refused, or what went wrong; error: the exception's name and text."""
+    """What became of a case."""
 
-    verdict: str
-    error: str = ""
+    verdict: str  # loaded, refused, or what went wrong
+    error: str = ""  # the exception's name and text
     exit_code: int = 0
     names_the_field: bool = False
     seconds: float = 0.0
@@ -135,8 +135,8 @@ def fault(mutation: Mutation, outcome: Outcome) -> str:
     if mutation.family in STRUCTURAL and outcome.verdict == "refused" and not told_by_logits:
         # Where llama.cpp took a file for sound and ended its process on it, that is what is said.
         is_crash = outcome.error.startswith(BackendCrashed.__name__)
-        wanted = BackendCrashed.exit_code if is_crash else ModelFileError.exit_code
-        return "" if outcome.exit_code == wanted else f"refused with exit code {outcome.exit_code}"
+        expected = BackendCrashed.exit_code if is_crash else ModelFileError.exit_code
+        return "" if outcome.exit_code == expected else f"refused with exit code {outcome.exit_code}"
     return ""
 
 

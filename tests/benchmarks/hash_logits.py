@@ -35,7 +35,7 @@ def hash_of(output: Any) -> str:
 
 
 def hashes(session: Any) -> Iterator[tuple[str, str]]:
-    """(what, hash) of some passes behind each other."""
+    """(what, hash) of some passes after each other."""
     rng = np.random.default_rng(7)
     n_vocab, n_layers = session.spec.n_vocab, session.spec.n_layers
     prompt = rng.integers(0, n_vocab, N_PROMPT).astype(np.int32)

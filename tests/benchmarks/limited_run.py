@@ -26,38 +26,35 @@ Forward: TypeAlias = Callable[[np.ndarray], np.ndarray]  # (n,) tokens to the lo
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be run. warm_up, passes: token ids, each pass behind those before it; chunks forget those before.
+    """What is to be run."""
 
-    variant: a name of VARIANTS.  limit: bytes of memory, None without one.  least, seconds: of timed passes; more than
-    `least` are made only while they took less than so many seconds together.  slices: of steering.py, library: of it.
-    """
-
-    variant: str
+    variant: str  # a name of VARIANTS
     path: str
     n_ctx: int
     n_batch: int
     n_threads: int
-    limit: int | None
+    limit: int | None  # bytes of memory, None without one
+    # warm_up, passes: token ids, each pass after those before it; chunks forget those before
     warm_up: Sequence[Sequence[int]]
     passes: Sequence[Sequence[int]]
     chunks: bool = False
+    # least, seconds: of timed passes; more than `least` are made only while they took less than so many seconds
+    # together
     least: int = 24
     seconds: float = 60.0
-    slices: Sequence[Sequence[Any]] = ()
+    slices: Sequence[Sequence[Any]] = ()  # of steering.py, library: of it
     library: str = ""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An engine that is ready. reset: forgets the text.  counts: what the engine has counted so far.  facts: of it.
-    close: gives its memory back.
-    """
+    """An engine that is ready."""
 
     forward: Forward
-    reset: Callable[[], object]
-    close: Callable[[], None]
-    counts: Callable[[], dict[str, float]] = dict
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    reset: Callable[[], object]  # forgets the text
+    close: Callable[[], None]  # gives its memory back
+    counts: Callable[[], dict[str, float]] = dict  # what the engine has counted so far
+    facts: Mapping[str, Any] = field(default_factory=dict)  # of it
 
 
 def open_llama(job: Job) -> Opened:
@@ -92,7 +89,7 @@ def open_edgeinfer(job: Job) -> Opened:
     model = stack.enter_context(open_model(path, *sizes, cache, PREFETCH[job.variant]))
     if PREFETCH[job.variant] is None and model.expert_cache is not None:
         control = ExpertControl(model.expert_cache, expert_sizes(path), job.n_threads)  # keeps nothing for the next run
-        model.watcher = control.run
+        model.pass_hook = control.run
         control.begin()
     session = stack.enter_context(closing(model.session()))
 

@@ -54,11 +54,11 @@ class Node:
 
 def watching(prefix: str, seen: Callable[[Node], None]) -> Any:
     """A callback for nodes whose names begin with the prefix and end with the number of a layer."""
-    wanted = prefix.encode()
+    expected = prefix.encode()
 
     def callback(address: int, ask: bool, _: object) -> bool:
-        name = ctypes.string_at(address + _NAME, len(wanted) + 4)
-        if not name.startswith(wanted) or not name[len(wanted) : len(wanted) + 1].isdigit():
+        name = ctypes.string_at(address + _NAME, len(expected) + 4)
+        if not name.startswith(expected) or not name[len(expected) : len(expected) + 1].isdigit():
             return not ask
         if not ask:
             seen(Node(address))
@@ -111,7 +111,7 @@ class Llama:
         return np.array(found[:n], dtype=np.int32)
 
     def decode(self, tokens: Sequence[int] | np.ndarray, all_rows: bool = False) -> np.ndarray:
-        """(n or 1, n_vocab) logits of at most n_batch tokens behind those before, of all or of the last."""
+        """(n or 1, n_vocab) logits of at most n_batch tokens after those before, of all or of the last."""
         batch, n = self._batch, len(tokens)
         batch.n_tokens = n
         for i, token in enumerate(tokens):
@@ -125,7 +125,7 @@ class Llama:
         return np.ctypeslib.as_array(address, (n_rows, self.n_vocab)).copy()
 
     def keep(self, n_past: int) -> None:
-        """Forget what is behind the first tokens."""
+        """Forget what is after the first tokens."""
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(self.context), 0, n_past, -1)
         self.n_past = n_past
 

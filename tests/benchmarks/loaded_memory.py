@@ -44,7 +44,7 @@ def load(path: Path, draft: str, n_ctx: int, expert_cache: str | None) -> dict[s
     """Figures of one load in this process."""
     import edgeinfer
     import edgeinfer.loading.open
-    from edgeinfer.backends.base import run_text
+    from edgeinfer.backends.base import run_sequence
 
     imported = status()["VmRSS"]
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
@@ -52,7 +52,7 @@ def load(path: Path, draft: str, n_ctx: int, expert_cache: str | None) -> dict[s
     with edgeinfer.load(path, draft=draft, n_ctx=n_ctx, **options) as engine:
         loaded, of_model = status(), mapped(path.resolve())
         tokens = np.linspace(0, engine.session.spec.n_vocab - 1, n_ctx - 2).astype(np.int32)  # all of the vocabulary
-        run_text(engine.session, tokens)
+        run_sequence(engine.session, tokens)
         full, use = status(), engine.memory_plan.use
         of_model = max(of_model, mapped(path.resolve()))
     sizes = {

@@ -45,7 +45,7 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes and knobs of a model. format: of the experts' matrices; the attention's are Q4_K."""
+    """Sizes and reducible of a model."""
 
     arch: str = "olmoe"
     layers: int = 16
@@ -55,7 +55,7 @@ class Shape:
     n_ff: int = 1024
     alpha: float = 2.0
     beta: float = 0.25
-    format: str = "q4_k"
+    format: str = "q4_k"  # of the experts' matrices; the attention's are Q4_K
 
     @property
     def n_heads(self) -> int:
@@ -119,11 +119,11 @@ BLOCKS: dict[str, Callable[[np.random.Generator, int, float], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """shape: (n_in,), (n_out, n_in) or (n_experts, n_out, n_in). format: of BLOCKS, "f16", "f32", or "ones" in f32."""
+    """A tensor of random weights."""
 
     name: str
-    shape: tuple[int, ...]
-    format: str
+    shape: tuple[int, ...]  # (n_in,), (n_out, n_in) or (n_experts, n_out, n_in)
+    format: str  # of BLOCKS, "f16", "f32", or "ones" in f32
     std: float = 1.0
     alpha: float = 0.0
 

@@ -91,10 +91,10 @@ def clusters(added: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
 
 def fit_router(x: np.ndarray, by_expert: np.ndarray, top_k: int) -> tuple[np.ndarray, float]:
     """(n_experts, n_embd) router, and the share of all that the chosen experts add. by_expert: (n, n_experts)."""
-    wanted = np.log(by_expert + 1e-3)
-    wanted -= wanted.mean(axis=1, keepdims=True)
+    target = np.log(by_expert + 1e-3)
+    target -= target.mean(axis=1, keepdims=True)
     ridge = RIDGE * len(x) * x.var() * np.eye(x.shape[1])
-    router = np.linalg.solve(x.T @ x + ridge, x.T @ wanted).T
+    router = np.linalg.solve(x.T @ x + ridge, x.T @ target).T
     scores = x @ router.T
     chosen = np.argsort(-scores, axis=1)[:, :top_k]
     covered = np.take_along_axis(by_expert, chosen, axis=1).sum() / by_expert.sum()

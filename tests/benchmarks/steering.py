@@ -31,10 +31,10 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Slices:
-    """Where a tensor of experts lies in a file. part: of PARTS, or len(PARTS) for the router."""
+    """Where a tensor of experts lies in a file."""
 
     layer: int
-    part: int
+    part: int  # of PARTS, or len(PARTS) for the router
     file: str
     offset: int
     n_experts: int

@@ -228,8 +228,8 @@ def test_a_text_and_its_tokens_are_the_same_prompt(engine):
 
 def test_penalties_look_at_the_prompt_too(engine):
     prompt = engine.tokenize(PROMPT)
-    wanted = engine.generate(prompt, max_tokens=20, temperature=0.0, presence_penalty=-1000.0)  # a bonus for what was
-    assert set(wanted.tokens) <= set(prompt)
+    expected = engine.generate(prompt, max_tokens=20, temperature=0.0, presence_penalty=-1000.0)  # a bonus for what was
+    assert set(expected.tokens) <= set(prompt)
 
 
 def test_rows_of_the_embedding_without_a_token_are_never_drawn(engine, monkeypatch):

@@ -52,7 +52,7 @@ def test_the_store_hits_what_the_simulated_policy_hits(model, share):
         stats = loaded.expert_stats()
         whole = Routing(np.concatenate(routing), 16)
         simulated = count_hits(whole, PassRecency(stats.n_slots))
-        assert sum(of.lookups for of in stats.layers) == simulated.wanted == 42 * 12
+        assert sum(of.lookups for of in stats.layers) == simulated.needed == 42 * 12
         assert sum(of.hits for of in stats.layers) == simulated.hits
         loaded.close()
 
@@ -68,7 +68,7 @@ def test_the_next_load_knows_which_experts_were_used_and_how_fast_it_was(model):
         )
         assert completion.usage.completion_tokens == 120
         reads = completion.timings.decode_experts
-        assert 0 < reads.hits < reads.wanted == 119 * 12 and reads.bytes_read > 0
+        assert 0 < reads.hits < reads.needed == 119 * 12 and reads.bytes_read > 0
         assert reads.cache_bytes == engine.memory_plan.expert_cache
         assert engine.session.memory().experts == engine.memory_plan.use.experts
     with ModelFile.open(model) as file:
@@ -77,7 +77,7 @@ def test_the_next_load_knows_which_experts_were_used_and_how_fast_it_was(model):
     with edgeinfer.load(model, n_threads=1, expert_cache="50%", draft="none") as engine:
         again = engine.generate([1, 2, 3], max_tokens=2, temperature=0.0)
         assert again.timings.prompt_experts.hits + again.timings.decode_experts.hits > 0
-    assert engine.experts.reads().wanted > 0  # closed: the last figures
+    assert engine.experts.reads().needed > 0  # closed: the last figures
 
 
 def test_the_text_is_that_of_the_whole_model(model):

@@ -190,11 +190,11 @@ class CountingControl:
     def reads(self):
         self.n += 1
         return ExpertReads(
-            4096, wanted=4 * self.n, hits=3 * self.n, bytes_read=100 * self.n, waited_seconds=0.5 * self.n
+            4096, needed=4 * self.n, hits=3 * self.n, bytes_read=100 * self.n, waited_seconds=0.5 * self.n
         )
 
 
-def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_behind_it(tmp_path):
+def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_after_it(tmp_path):
     with edgeinfer.load(write_tiny_model(tmp_path / "tiny.gguf"), draft="none", backend="native") as engine:
         assert engine.generate("a", max_tokens=3).timings.decode_experts is None
         engine.experts = CountingControl()
@@ -208,7 +208,7 @@ def test_an_answer_tells_what_the_cache_did_for_the_prompt_and_for_the_tokens_be
         ]
         record = as_record(engine, completion)["timings"]["decode_experts"]
         assert record["hit_rate"] == 0.75 and record["cache_bytes"] == 4096
-        assert engine.generate("some text", max_tokens=1).timings.decode_experts.wanted == 0
+        assert engine.generate("some text", max_tokens=1).timings.decode_experts.needed == 0
 
 
 def test_options_check_the_cache_before_the_file_is_looked_for():

@@ -16,12 +16,12 @@ from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffer
 from edgeinfer.common.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.engine import Engine
 from edgeinfer.loading import expert_device
-from edgeinfer.loading.expert_device import plan_tier
+from edgeinfer.loading.expert_device import plan_device_experts
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.loading.plan import plan_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.offload.tier import DeviceTier
+from edgeinfer.offload.device_experts import DeviceExperts
 
 MODELS: list[tuple[ExpertArchitecture, str, dict[str, Any]]] = [
     ("qwen3moe", "F32", {}),
@@ -56,10 +56,10 @@ def name(listed: str, opencl_device: OpenCLDevice, monkeypatch: pytest.MonkeyPat
     return listed
 
 
-def tier_of(engine: Engine) -> DeviceTier:
-    tier = engine.expert_tier
-    assert tier is not None
-    return tier
+def device_experts_of(engine: Engine) -> DeviceExperts:
+    device_experts = engine.device_experts
+    assert device_experts is not None
+    return device_experts
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def opened(path: Path, name: str | None, **options: Any) -> Iterator[Engine]:
 
 
 def greedy(engine: Engine, tokens: list[int] | None = None) -> tuple[list[int], np.ndarray]:
-    """Tokens behind the prompt, these or the most probable ones, and the logits that each was chosen from."""
+    """Tokens after the prompt, these or the most probable ones, and the logits that each was chosen from."""
     session, chosen, rows, found = engine.session, [], PROMPT, []
     for i in range(N_TOKENS):
         found.append(session.forward(rows).logits[0])
@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_cpu_where_they_lead_clearly(
         tokens, alone = greedy(engine)
     with opened(path, name) as engine:
         logits = greedy(engine, tokens)[1]
-        stats = tier_of(engine).stats
+        stats = device_experts_of(engine).stats
     scale = np.abs(alone).max()
     errors = np.abs(logits - alone).max(axis=1) / scale
     # Where weights have blocks of 256, the CPU rounds activations in blocks of 256 and the device in those of 32. That
@@ -117,7 +117,7 @@ def test_it_works_with_an_expert_cache_and_with_drafts(name: str, tmp_path: Path
             path, n_ctx=96, n_threads=2, expert_device=name, expert_device_bytes="50%", **{"draft": "none"} | options
         ) as engine:
             assert answer(engine) == tokens
-            assert tier_of(engine).stats.taken > 20
+            assert device_experts_of(engine).stats.taken > 20
 
 
 def test_a_device_that_fails_in_an_answer_is_dropped_and_the_answer_goes_on(
@@ -189,11 +189,11 @@ def test_sizes_in_bytes(listed: str, tmp_path: Path) -> None:
     with ModelFile.open(path) as file:
         buffers = expert_buffers(file, read_spec(file), 96, expert_device.device_named(name)[0])
         options = LoadOptions(n_ctx=96, expert_device=name, expert_device_bytes=buffers.total(3) + 7)
-        plan = plan_tier(plan_model(file, options), options, 1 << 30)
+        plan = plan_device_experts(plan_model(file, options), options, 1 << 30)
         assert plan is not None and plan.n_slots == 3 and plan.n_bytes == buffers.total(3)
         few = LoadOptions(n_ctx=96, expert_device=name, expert_device_bytes=buffers.total(1) - 1)
         with pytest.raises(InvalidArgument, match=f"--expert-device-bytes {buffers.total(1)} or more"):
-            plan_tier(plan_model(file, few), few, 1 << 30)
+            plan_device_experts(plan_model(file, few), few, 1 << 30)
 
 
 def test_more_than_there_is_room_for_is_refused(name: str, tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_more_than_there_is_room_for_is_refused(name: str, tmp_path: Path) -> No
         planned = plan_model(file, options)
         if expert_device.device_named(name)[0].shares_host_memory:
             with pytest.raises(BudgetExceeded, match="has room for 937 B of experts"):
-                plan_tier(planned, options, 1000)
+                plan_device_experts(planned, options, 1000)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_models_and_types_without_it_are_refused(name: str, tmp_path: Path, monk
 
 
 def test_nothing_is_asked_where_no_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceTier, "choose", lambda *arguments: pytest.fail("it was asked"))
+    monkeypatch.setattr(DeviceExperts, "choose", lambda *arguments: pytest.fail("it was asked"))
     path = write_tiny_experts(tmp_path / "m.gguf", "olmoe", "Q4_0")
     with opened(path, None) as engine:
-        assert engine.expert_tier is None and engine.session.model.watcher is None  # type: ignore[attr-defined]
+        assert engine.device_experts is None and engine.session.model.pass_hook is None  # type: ignore[attr-defined]
         answer(engine)

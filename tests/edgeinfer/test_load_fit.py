@@ -63,10 +63,10 @@ def mixed(subjects: list[Subject], room: int, formats: str) -> dict[str, GGMLTyp
 
 
 def peak_of(path: Path) -> tuple[int, int]:
-    """The peak that a profile tells, with all that is wanted, and the bytes of the weights in it."""
+    """The peak that a profile tells, with all that is requested, and the bytes of the weights in it."""
     with ModelFile.open(path) as file:
         plans = planner.Planner(file, LoadOptions(n_ctx=N_CTX))
-        ledger = plans.planned(plans.wanted).ledger
+        ledger = plans.planned(plans.requested).ledger
         plans.close()
         return ledger.peak, ledger.of("weights")
 

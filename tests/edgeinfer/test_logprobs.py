@@ -10,7 +10,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.common.errors import ContextOverflow, InvalidArgument, ShapeError
 from edgeinfer.logprobs import token_logprob
 
@@ -48,7 +48,7 @@ def engine(request, model, tmp_path_factory):
 def plain_rows(path, tokens, backend="native"):
     """(n, n_vocab) logits after each of the tokens, of one forward pass of a session of its own."""
     with edgeinfer.load(path, draft="none", backend=backend) as other:
-        return run_text(other.session, tokens, logits="all").logits[:, : other.tokenizer.n_vocab].copy()
+        return run_sequence(other.session, tokens, logits="all").logits[:, : other.tokenizer.n_vocab].copy()
 
 
 def expected_score(path, prompt, following, backend="native"):
@@ -119,7 +119,7 @@ def test_scores_are_those_of_a_plain_pass(engine, model):
 
 
 @pytest.mark.parametrize("n_prompt, n_following", [*product((5, 600), (1, 3, 200)), (800, 1)])
-def test_windows_are_as_before_behind_a_score(windowed, n_prompt, n_following):
+def test_windows_stay_the_same_after_a_score(windowed, n_prompt, n_following):
     rng = np.random.default_rng(3)
     prompt, *following = (rng.integers(5, 250, n).tolist() for n in (n_prompt, n_following, 2, n_following))
     with load(windowed) as engine, load(windowed, draft="none") as fresh:

@@ -41,7 +41,7 @@ def made(kind):
     names = [name for name, parameter in signature.parameters.items() if parameter.default is inspect.Parameter.empty]
     if set(names[1:]) <= set(ARGUMENTS):
         return kind(**{name: ARGUMENTS[name] for name in names[1:]})
-    return kind("what was wanted, found and is to be done")
+    return kind("what was expected, found and is to be done")
 
 
 @pytest.fixture(scope="module")

@@ -40,19 +40,19 @@ def end_of(tokenizer, text, n=GUARD):
 # ---- What it ends ------------------------------------------------------------------------------------------------
 
 
-def tokens_of_kind(tokenizer, wanted):
+def tokens_of_kind(tokenizer, expected):
     texts = ((id, tokenizer.token_bytes(id).decode(errors="ignore")) for id in range(1000, 20_000))
-    return [id for id, text in texts if wanted(text)]
+    return [id for id, text in texts if expected(text)]
 
 
 @pytest.mark.parametrize("of_words", [True, False])
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 12, 13, 31, 32, 33, 64, 65, 100, 147, 200, 256, 300, 384])
 def test_every_period_ends(tokenizer, period, of_words):
     chance = random.Random(period)
-    wanted = (
+    expected = (
         (lambda text: text.strip().isalpha()) if of_words else (lambda text: text and not any(map(str.isalnum, text)))
     )
-    block = chance.choices(tokens_of_kind(tokenizer, wanted), k=period)
+    block = chance.choices(tokens_of_kind(tokenizer, expected), k=period)
     begin = tokenizer.encode("First of all, thank you for your question. Here is what I have found:", add_special=False)
     end = end_of(tokenizer, [*begin, *itertools.islice(itertools.cycle(block), 8 * GUARD)])
     if of_words and period <= 128:
@@ -71,7 +71,7 @@ def test_one_word_for_ever_ends_at_the_token_that_the_parameter_says(tokenizer):
 @pytest.mark.parametrize(
     "line",
     [
-        "{}. **Locate the tyre**: You will need to locate the flat tyre you want to change.\n",
+        "{}. **Locate the tyre**: You will need to locate the flat tyre you need to change.\n",
         "Day {}: we went to the beach and had a great time with the whole family.\n",
         " | {} feet of beachy material (e.g. blankets, pillows, beach chairs)",
         "Step {} of 5000 is to take a deep breath and count to {}.\n\n",
@@ -132,11 +132,11 @@ def test_a_guard_remembers_no_other_answer_and_needs_no_more_time_late_in_one(to
 def real_files() -> Iterator[Path]:
     """Texts that every machine with Python has, of all kinds: code, data, tables, licences, lists."""
     roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
-    wanted = (".py", ".pyi", ".txt", ".json", ".csv", ".h", ".md", ".rst", ".cfg", ".toml", ".svg", ".css", ".js")
+    expected = (".py", ".pyi", ".txt", ".json", ".csv", ".h", ".md", ".rst", ".cfg", ".toml", ".svg", ".css", ".js")
     by_kind: dict[str, list[Path]] = {}
     for root in roots:
         for path in sorted(root.rglob("*")):
-            kind = path.suffix if path.suffix in wanted else path.name if path.name.isupper() else ""
+            kind = path.suffix if path.suffix in expected else path.name if path.name.isupper() else ""
             if kind and path.is_file() and path.stat().st_size > 2000:
                 by_kind.setdefault(kind, []).append(path)
     for paths in by_kind.values():  # half of each kind the largest, which are the tables, and half any
@@ -276,7 +276,7 @@ def llama_vocabulary(llama_cpp, default_model):
 
 
 def applied(llama_cpp, sampler, logits, text=()):
-    """What llama.cpp's sampler makes of logits behind a text."""
+    """What llama.cpp's sampler makes of logits after a text."""
     for token in text:
         llama_cpp.llama_sampler_accept(sampler, token)
     entries = np.zeros(logits.size, dtype=[("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -311,9 +311,9 @@ def test_dry_is_llama_cpps(llama_cpp, llama_vocabulary, tokenizer, breakers, rng
         sampler = llama_cpp.llama_sampler_init_dry(
             llama_vocabulary, multiplier, base, allowed, n_back, texts, len(BREAKERS)
         )
-        wanted = applied(llama_cpp, sampler, logits, text)
+        expected = applied(llama_cpp, sampler, logits, text)
         found = adjusted(logits, params, text, breakers)
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         n_changed += int((found != logits).sum())
     assert n_changed > 0
 

@@ -260,8 +260,8 @@ def test_candidates_and_draws_are_those_of_the_reference(rng):
             min_p=float(rng.choice([0.0, 1e-12, 0.01, 0.05, 0.5, 1.0])),
             seed=int(rng.integers(0, 2**63)),
         )
-        wanted = np.sort(reference.simple_candidates(logits, chosen)).tolist()
-        assert np.sort(candidates(logits, chosen)).tolist() == wanted, chosen
+        expected = np.sort(reference.simple_candidates(logits, chosen)).tolist()
+        assert np.sort(candidates(logits, chosen)).tolist() == expected, chosen
         assert sample(logits, chosen, position) == reference.simply_drawn(logits, chosen, position), chosen
 
 

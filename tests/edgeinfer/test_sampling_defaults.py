@@ -144,8 +144,8 @@ def test_steps_that_are_off_need_no_warning(with_keys):
 
 def test_steps_that_the_files_chain_lacks_are_off(with_keys):
     params, ignored = defaults_of(with_keys({"sequence": "top_k;temperature", "temp": 0.7, "top_p": 0.5}))
-    wanted = SamplingParams(temperature=0.7, top_p=1.0, min_p=0.0)
-    assert (params, ignored) == (wanted, [])
+    expected = SamplingParams(temperature=0.7, top_p=1.0, min_p=0.0)
+    assert (params, ignored) == (expected, [])
     whole = "penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature"
     assert defaults_of(with_keys({"sequence": whole})) == (SamplingParams(), [])
 

@@ -15,7 +15,7 @@ from checkpoints import write_safetensors
 from parts import missing
 from tiny_checkpoints import CASES, N_VOCAB, VARIED, to_gguf, write
 
-from edgeinfer.backends.base import run_text
+from edgeinfer.backends.base import run_sequence
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
@@ -63,7 +63,7 @@ def ours(path: Path) -> np.ndarray:
         session = backend.load(
             file, spec, backend.plan(file, spec, LoadSettings(len(TOKENS), n_batch=len(TOKENS))), Device(1)
         ).session()
-        logits = run_text(session, TOKENS, logits="all").logits
+        logits = run_sequence(session, TOKENS, logits="all").logits
         session.close()
     return logits
 

@@ -26,7 +26,7 @@ from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.models.gguf import ModelFile
 
 CHANGES = [copy_over, copy_over_with_its_time, cut, cut_to_nothing, rename_over, remove]
-# Target, type of the source, type that is wanted, other options.
+# Target, type of the source, type that is needed, other options.
 CASES = {
     "quantised": ("gguf", "F16", "Q4_0", {}),
     "copied": ("gguf", "Q8_0", None, {}),
@@ -65,11 +65,11 @@ SOME = [(copy_over, 0.01), (cut, 0.01), (rename_over, 1.0)]
     [(case, *when) for case in CASES for when in SOME] + [("copied", change, 1.0) for change in CHANGES],
 )
 def test_each_target_refuses_a_source_that_changed(tmp_path: Path, case: str, change: Change, share: float) -> None:
-    to, kind, wanted, more = CASES[case]
+    to, kind, requested, more = CASES[case]
     source, other = model(tmp_path / "in" / "m.gguf", kind), model(tmp_path / "other" / "m.gguf", kind, seed=1)
     out = tmp_path / "out" / ("made.litertlm" if to == "litertlm" else "made")
     out.parent.mkdir()
-    target, request = open_target(to), Request(source, out, wanted, n_ctx=64, check=False, more=more)
+    target, request = open_target(to), Request(source, out, requested, n_ctx=64, check=False, more=more)
     progress = Once(lambda: change(source, other), share)
     try:
         target.plan(request)

@@ -63,7 +63,7 @@ def test_scales_of_256_inputs_are_kept(source_type: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_head_takes_the_format_that_is_wanted(tied: bool, tmp_path: Path) -> None:
+def test_the_head_takes_the_format_that_is_needed(tied: bool, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", tied=tied)
     name, other = ("token_embd.weight", None) if tied else ("output.weight", "token_embd.weight")
     weights = weights_of(source)
@@ -92,7 +92,7 @@ def test_a_file_that_is_not_ternary_is_refused_by_tensor(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.gguf"]
 
 
-def test_a_draft_head_is_refused_with_what_is_wanted(tmp_path: Path) -> None:
+def test_a_draft_head_is_refused_with_what_is_expected(tmp_path: Path) -> None:
     target = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
     head = write_tiny_head(tmp_path / "h.gguf", target)
     result = run("export", head, "--to", "ternary", "--out", tmp_path / "b.gguf")

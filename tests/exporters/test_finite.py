@@ -84,7 +84,7 @@ def test_every_target_names_the_tensor(to: str, name: str, tmp_path: Path, monke
         missing("onnx", "graphs for MNN are made with it")
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16", vocabulary="bpe")
     poison(source, name, NAN, block=7)
-    if to == "mnn" and name == "token_embd.weight":  # which is read behind MNN's converter
+    if to == "mnn" and name == "token_embd.weight":  # which is read after MNN's converter
         with FiniteFile.open(source) as file, pytest.raises(ModelFileError, match=f"tensor {name} "):
             mnn.place(file, name, None, (tmp_path / "w").open("wb"))
         return

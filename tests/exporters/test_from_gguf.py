@@ -1,4 +1,4 @@
-"""Targets that take GGUF files get one of any source, in the types that are wanted."""
+"""Targets that take GGUF files get one of any source, in the requested types."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def _types(path: Path) -> str:
         return " ".join(sorted({info.type.name for info in file.tensors.values()}))
 
 
-def test_a_target_gets_a_file_in_the_types_that_are_wanted(tmp_path: Path) -> None:
+def test_a_target_gets_a_file_in_the_types_that_are_needed(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "F16")
     recorder, shares = _Recorder(), []
     request = Request(source, tmp_path / "out", type="Q4_0", n_ctx=64)

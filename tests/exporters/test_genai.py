@@ -1,4 +1,4 @@
-"""Packages for ONNX Runtime GenAI, run in that library: the tokens of the source, whole or not there."""
+"""Packages for ONNX Runtime GenAI, run in that library: the tokens of the source, written atomically."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_an_output_matrix_that_differs_from_tied_embeddings_is_kept_and_said(mak
         make("gemma2", lambda tensors: with_output(tensors, 0.5))
 
 
-def test_tied_embeddings_are_doubled_where_gguf_wants_an_output_matrix(make: Any) -> None:
+def test_tied_embeddings_are_doubled_where_gguf_needs_an_output_matrix(make: Any) -> None:
     made = make("olmo2", tie_word_embeddings=True)
     assert_array_equal(made.ours("output.weight"), made.ours("token_embd.weight"))
     assert "copy of the embeddings" in made.source.notes[0]
@@ -296,9 +296,9 @@ def test_a_rotation_that_gguf_cannot_say_is_refused(case: str, rope: dict[str, A
 # ---- Windows ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rotation_that_changes_behind_the_context_is_left_out_and_said(make: Any) -> None:
+def test_a_rotation_that_changes_after_the_context_is_left_out_and_said(make: Any) -> None:
     made = make("llama", rope_parameters={"rope_theta": 1000.0, "rope_type": "dynamic", "factor": 2.0})
-    assert made.source.notes == ["rope_type dynamic changes the rotation behind 64 tokens only, and is left out"]
+    assert made.source.notes == ["rope_type dynamic changes the rotation after 64 tokens only, and is left out"]
     assert not any("scaling" in key for key in made.keys)
 
 
@@ -557,7 +557,7 @@ def test_keys_that_are_not_known_and_sound_harmless_are_said(make: Any) -> None:
 
 
 @pytest.mark.parametrize("case, is_cut", [("gemma3", True), ("qwen2", False)])
-def test_rows_behind_the_vocabulary_are_cut_in_gemma_3_and_filled_up_elsewhere(
+def test_rows_after_the_vocabulary_are_cut_in_gemma_3_and_filled_up_elsewhere(
     case: str, is_cut: bool, tmp_path: Path
 ) -> None:
     write(tmp_path, case, {"vocab_size": 640})

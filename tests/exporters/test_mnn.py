@@ -60,9 +60,9 @@ def test_matrices_keep_the_weights_of_the_file(format: str, tmp_path: Path) -> N
     out.seek(0, io.SEEK_END)
     with ModelFile.open(write_tiny_model(tmp_path / "a.gguf", "qwen2", format)) as file:
         placed = place(file, "blk.0.attn_q.weight", "blk.0.attn_q.bias", out)
-        wanted, bias = floats_of(file, "blk.0.attn_q.weight"), floats_of(file, "blk.0.attn_q.bias")
+        expected, bias = floats_of(file, "blk.0.attn_q.weight"), floats_of(file, "blk.0.attn_q.bias")
     data = out.getvalue()
-    assert np.abs(unpacked(placed, data) - wanted).max() < 2e-6 * np.abs(wanted).max()
+    assert np.abs(unpacked(placed, data) - expected).max() < 2e-6 * np.abs(expected).max()
     assert data.startswith(b"before") and data.endswith(bias.tobytes()) and len(data) == sum(placed.external)
 
 

@@ -1,4 +1,4 @@
-"""ONNX files: what is in them gives the logits of the source, and they are whole or not there."""
+"""ONNX files: what is in them gives the logits of the source, and they are written atomically."""
 
 import hashlib
 import importlib.util
@@ -47,7 +47,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def logits_of(path: Path, tokens: list[int], features: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
-    """(n, n_logits), from the file alone and what its metadata says: token by token, each behind the cache it got."""
+    """(n, n_logits), from the file alone and what its metadata says: token by token, each after the cache it got."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=[choose_provider("CPU").full_name])
@@ -74,9 +74,9 @@ def logits_of(path: Path, tokens: list[int], features: NDArray[np.float32] | Non
             given["cache_slots"] = [position]
         if features is not None:
             given["features"] = features[None, position : position + 1]
-        wanted = {value.name for value in session.get_inputs()}
+        expected = {value.name for value in session.get_inputs()}
         out = dict(
-            zip(names, session.run(None, {k: np.array(v) for k, v in given.items() if k in wanted}), strict=True)
+            zip(names, session.run(None, {k: np.array(v) for k, v in given.items() if k in expected}), strict=True)
         )
         caches = {name: out[name.replace("past", "present")] for name in caches}
         rows.append(out["logits"][0])
@@ -171,9 +171,9 @@ def test_a_folder_of_hugging_face_becomes_a_folder(case: str, tmp_path: Path) ->
     assert manifest["checked"] and manifest["kl_divergence"] < 1e-4 and manifest["types"]["F32"] > 10
     tokens = [5, 80, 200, 7, 7, 31, 599, 11, 12, 13, 14, 15]
     tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    wanted = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    expected = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
     for text in TEXTS:
-        assert tokenizer.encode(text).ids == wanted.encode(text).ids
+        assert tokenizer.encode(text).ids == expected.encode(text).ids
     found = logits_of(out / "model.onnx", tokens)
     expected = of_transformers(tmp_path / "model", tokens)[:, : found.shape[1]]  # Gemma 3 has rows without tokens
     assert difference(found, expected) < 1e-3

@@ -32,8 +32,8 @@ def compared(file: ModelFile, strings: list[str]) -> list[str]:
     """Strings with other ids in tokenizer.json than in the file's own tokenizer."""
     ours, theirs = Tokenizer.from_file(file), tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(file)))
     found = theirs.encode_batch(strings)
-    wanted = (ours.encode(text, parse_special=True) for text in strings)
-    return [text for text, ids, each in zip(strings, wanted, found, strict=True) if ids != each.ids]
+    expected = (ours.encode(text, parse_special=True) for text in strings)
+    return [text for text, ids, each in zip(strings, expected, found, strict=True) if ids != each.ids]
 
 
 def spm_file(**changes: Any) -> ModelFile:

@@ -103,7 +103,7 @@ def profiled(*arguments):
 def test_the_command_prints_the_report(ternary) -> None:
     found = profiled(ternary, "--board", "kv260", "--engines", "2", "-c", "100")
     assert found.exit_code == 0, found.output
-    assert "tokens/s (model) behind 99 tokens" in found.output and "not ternary" not in found.output
+    assert "tokens/s (model) after 99 tokens" in found.output and "not ternary" not in found.output
     as_data = json.loads(profiled(ternary, "--board", "kv260", "--json", "--attention-lanes", "8").output)
     assert as_data["modelled"]["tokens"][0]["stage_seconds"]["attention"] > 0
     assert as_data["weight_bytes"] == as_data["memory_bytes"]["ternary weights"]

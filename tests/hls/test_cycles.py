@@ -39,9 +39,9 @@ def test_without_stalls_the_model_is_a_formula(tables: int, n_steps: int, n_tile
     log_tables = tables.bit_length() - 1
     for encoding, constant, step in (("base3", 257, max(245, n_tiles)), ("g3x5", 40, n_tiles + 29)):
         geometry = Geometry(encoding, 8, tables)
-        wanted = tables + log_tables + constant + (n_steps - 1) * step + n_tiles
+        expected = tables + log_tables + constant + (n_steps - 1) * step + n_tiles
         shape = (geometry.step_inputs * n_steps, 8 * n_tiles)
-        assert cycles(geometry, *shape) == cycles(geometry, *shape, Stalls()) == wanted
+        assert cycles(geometry, *shape) == cycles(geometry, *shape, Stalls()) == expected
 
 
 @pytest.mark.parametrize("encoding", TIMINGS)

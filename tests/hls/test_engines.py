@@ -58,10 +58,10 @@ def test_products_are_exact_and_take_the_cycles_of_the_model(geometry: Geometry)
     shapes += [(17 * rows, 2 * inputs - 1), (40 * rows, 1), (rows * 244, 3 * inputs), (rows * 245, 2 * inputs)]
     shapes += [(4 * rows, 5 * inputs), (rows * 2, 9 * inputs), (rows * 5 - 1, 8 * inputs), (rows * 100, 3 * inputs + 1)]
     for n_out, n_in in [(min(n_out, 1024), n_in) for n_out, n_in in shapes]:
-        x, stream, wanted = case(geometry, n_out, n_in, n_out + n_in)
+        x, stream, expected = case(geometry, n_out, n_in, n_out + n_in)
         for stalls in STALLS:
             y, took = engine_of(geometry).product(x, stream, n_out, stalls)
-            assert np.array_equal(y, wanted), (n_out, n_in, stalls)
+            assert np.array_equal(y, expected), (n_out, n_in, stalls)
             assert took == [cycles(geometry, n_in, n_out, stalls)], (n_out, n_in, stalls)
 
 
@@ -76,19 +76,19 @@ def test_totals_are_as_wide_as_the_largest_sum(geometry: Geometry, weight: int) 
 
 
 def test_a_flipped_weight_changes_the_product() -> None:
-    x, stream, wanted = case(WIDE, 9, 200, 1)
+    x, stream, expected = case(WIDE, 9, 200, 1)
     x[0, 80] = 99  # of the lowest digit of byte 0 of step 1, tile 1
     stream[64 * 4] ^= 1
-    assert not np.array_equal(engine_of(WIDE).product(x, stream, 9)[0][0, 4:], wanted[0, 4:])
+    assert not np.array_equal(engine_of(WIDE).product(x, stream, 9)[0][0, 4:], expected[0, 4:])
 
 
 def test_c_code_can_call_the_engine() -> None:
-    x, stream, wanted = case(SMALL, 5, 33, 4)
+    x, stream, expected = case(SMALL, 5, 33, 4)
     engine, y = engine_of(SMALL), np.zeros(5, dtype=np.int32)
     pointer, size = ctypes.c_void_p, ctypes.c_int32
     product = ctypes.CFUNCTYPE(ctypes.c_int64, pointer, pointer, size, pointer, size, pointer)(engine.product_function)
     took = product(engine.handle, x.ctypes.data, 33, stream.ctypes.data, 5, y.ctypes.data)
-    assert np.array_equal(y, wanted[0]) and took == cycles(SMALL, 33, 5)
+    assert np.array_equal(y, expected[0]) and took == cycles(SMALL, 33, 5)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -104,12 +104,12 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_an_engine_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """And works again afterwards."""
-    x, stream, wanted = case(SMALL, 5, 33, 6)
+    x, stream, expected = case(SMALL, 5, 33, 6)
     with monkeypatch.context() as patch:
         patch.setattr(simulated, "_PATIENCE", 0)
         with pytest.raises(SimulationError, match=r"\(5, 33\) on Geometry.*the engine hangs"):
             engine_of(SMALL).product(x, stream, 5, Stalls(0.1))
-    assert np.array_equal(engine_of(SMALL).product(x, stream, 5)[0], wanted)
+    assert np.array_equal(engine_of(SMALL).product(x, stream, 5)[0], expected)
 
 
 @pytest.mark.parametrize("geometry", [SMALL, LUTS, ADDERS], ids=str)
@@ -123,9 +123,9 @@ def test_a_reset_in_the_middle_of_a_product_leaves_nothing_of_it(
             x, stream, _ = case(geometry, 500, 100, 8)
             with pytest.raises(SimulationError, match="the engine hangs"):
                 engine_of(geometry).product(x, stream, 500, stalls)
-            x, stream, wanted = case(geometry, 20, 100, 9)
+            x, stream, expected = case(geometry, 20, 100, 9)
             y, took = engine_of(geometry).product(x, stream, 20)
-            assert np.array_equal(y, wanted) and took == [cycles(geometry, 100, 20)]
+            assert np.array_equal(y, expected) and took == [cycles(geometry, 100, 20)]
 
 
 def test_totals_that_overtake_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

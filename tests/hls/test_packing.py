@@ -80,15 +80,15 @@ def test_what_is_damaged_is_refused() -> None:
         with pytest.raises(ShapeError, match=message):
             unpack(damaged, 5, 81, geometry)
     small = Geometry("base3", 1, 1)  # 85 beats of a byte, and 43 bytes to the end of the lanes
-    behind = pack(trits, small)
-    behind[100] = 1
+    after = pack(trits, small)
+    after[100] = 1
     with pytest.raises(ShapeError, match="past the last beat"):
-        unpack(behind, 5, 81, small)
+        unpack(after, 5, 81, small)
     with pytest.raises(ShapeError, match="not ternary"):
         pack(trits * 2, geometry)
 
 
-def test_a_geometry_is_refused_with_what_is_wanted() -> None:
+def test_a_geometry_is_refused_with_what_is_expected() -> None:
     for fields, message in (
         (("base5", 4, 16), "base3, g3x5, 2bit"),
         (("base3", 3, 12), "power of two"),

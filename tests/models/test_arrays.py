@@ -75,14 +75,14 @@ def test_damaged_arrays_are_read_as_far_as_one_by_one(
         content[at : at + 1] = bytes([data.draw(st.sampled_from([0, 1, 7, 8, 9, 65, 128, 169, 195, 226, 240, 255]))])
     limit = max(len(before), len(content) - cut)
     at = min(len(before), limit)
-    wanted = read_plainly(bytes(content), at, limit, n)
+    expected = read_plainly(bytes(content), at, limit, n)
     table = read(content, at, limit, n)
-    assert table.tolist() == wanted
-    raw = [text.encode(errors="surrogateescape") for text in wanted]
+    assert table.tolist() == expected
+    raw = [text.encode(errors="surrogateescape") for text in expected]
     assert table.n_bytes == sum(8 + len(text) for text in raw)
     assert table.n_utf8 == next((i for i, text in enumerate(raw) if not is_utf8(text)), len(raw))
     assert table.longest == max((sum(byte & 0xC0 != 0x80 for byte in text) for text in raw), default=0)
-    assert StringTable.of(wanted).equals(table)
+    assert StringTable.of(expected).equals(table)
 
 
 @pytest.mark.parametrize("at, limit", [(5, 4), (0, 11), (11, 11), (2**63, 2**63)])
@@ -181,18 +181,18 @@ def told(function: Any) -> object:
 def test_an_array_is_used_as_a_list_is(
     both: tuple[list[Any], Array[Any]], index: int, first: slice, then: slice
 ) -> None:
-    wanted, array = both
-    assert array == wanted and wanted == array and not array != wanted
-    assert len(array) == len(wanted) and bool(array) == bool(wanted) and repr(array) == repr(wanted)
-    assert [*array] == wanted and list(map(type, array)) == list(map(type, wanted))
-    assert [*reversed(array)] == wanted[::-1]
-    assert told(lambda: array[index]) == told(lambda: wanted[index])
-    assert told(lambda: type(array[index])) == told(lambda: type(wanted[index]))
-    assert array[first] == wanted[first] and array[first][then] == wanted[first][then]
-    for one in [*wanted, "ab", 7]:
-        assert (one in array) == (one in wanted) and array.count(one) == wanted.count(one)
-        assert told(lambda one=one: array.index(one, 1)) == told(lambda one=one: wanted.index(one, 1))
-        assert (array == [*wanted, one], array == [one]) == (False, wanted == [one])
+    expected, array = both
+    assert array == expected and expected == array and not array != expected
+    assert len(array) == len(expected) and bool(array) == bool(expected) and repr(array) == repr(expected)
+    assert [*array] == expected and list(map(type, array)) == list(map(type, expected))
+    assert [*reversed(array)] == expected[::-1]
+    assert told(lambda: array[index]) == told(lambda: expected[index])
+    assert told(lambda: type(array[index])) == told(lambda: type(expected[index]))
+    assert array[first] == expected[first] and array[first][then] == expected[first][then]
+    for one in [*expected, "ab", 7]:
+        assert (one in array) == (one in expected) and array.count(one) == expected.count(one)
+        assert told(lambda one=one: array.index(one, 1)) == told(lambda one=one: expected.index(one, 1))
+        assert (array == [*expected, one], array == [one]) == (False, expected == [one])
 
 
 @given(_lists, _lists, _slices, _slices)
@@ -261,10 +261,10 @@ def test_a_long_array_is_shown_by_its_beginning() -> None:
 
 @given(_numbers)
 def test_numpy_sees_numbers_as_they_are_stored(both: tuple[list[float], Any]) -> None:
-    wanted, stored = both
+    expected, stored = both
     array = np.asarray(Numbers(stored))
-    assert array.dtype == stored.dtype and np.shares_memory(array, stored) == bool(wanted)
-    assert np.array(Numbers(stored), np.float64).tolist() == [float(number) for number in wanted]
+    assert array.dtype == stored.dtype and np.shares_memory(array, stored) == bool(expected)
+    assert np.array(Numbers(stored), np.float64).tolist() == [float(number) for number in expected]
 
 
 def test_numpy_s_integers_are_indices() -> None:
@@ -288,13 +288,13 @@ ALIKE = [f"{number:05}" for number in range(30_000)]  # all of one length
 def test_an_index_finds_the_first_of_each_text(texts: list[str], others: list[str]) -> None:
     index = StringIndex(StringTable.of(texts))
     for text in [*texts, *others, "\ud800", "a\ud800"]:
-        wanted = texts.index(text) if text in texts else None
-        assert index.get(text) == wanted and (text in index) == (text in texts)
-        if wanted is None:
+        expected = texts.index(text) if text in texts else None
+        assert index.get(text) == expected and (text in index) == (text in texts)
+        if expected is None:
             with pytest.raises(KeyError):
                 index[text]
         else:
-            assert index[text] == wanted
+            assert index[text] == expected
     repeated = [place for place, text in enumerate(texts) if texts.count(text) > 1]
     assert index.repeated == (repeated[0] if repeated else None)
 
@@ -341,11 +341,11 @@ def test_merges_make_tokens_in_order_where_python_says_so(
         made[wrong] = merges[wrong].replace(" ", "", 1)
     tokens = [*others, *made, "end"]
     for place in (first, len(others)):
-        wanted = all(merge.count(" ") == 1 for merge in merges) and (
+        expected = all(merge.count(" ") == 1 for merge in merges) and (
             tokens[place : place + len(merges)] == [merge.replace(" ", "") for merge in merges]
         )
         of_merges, of_tokens = StringTable.of(merges), StringTable.of(tokens)
-        assert make_tokens_in_order(of_merges, of_tokens, place) == (wanted and place <= len(tokens))
+        assert make_tokens_in_order(of_merges, of_tokens, place) == (expected and place <= len(tokens))
     assert StringTable.of(merges).n_spaces == "".join(merges).count(" ")
 
 
@@ -375,8 +375,8 @@ def test_the_rank_of_a_pair_is_its_place_among_the_merges(tokens: list[str], mer
     for first in range(3):
         for left, right in pairs:
             place = tokens.index(left + right) - first if left + right in tokens else -1
-            wanted = place if 0 <= place < len(merges) and merges[place] == f"{left} {right}" else None
-            assert index.rank(StringTable.of(merges), first, left, right) == wanted
+            expected = place if 0 <= place < len(merges) and merges[place] == f"{left} {right}" else None
+            assert index.rank(StringTable.of(merges), first, left, right) == expected
 
 
 @given(st.lists(st.text("ab ", max_size=4), max_size=8), _merges, _merges)

@@ -474,17 +474,17 @@ def test_characters_for_private_use_are_kept() -> None:
 
 @pytest.mark.parametrize("source", ["\n{{ bos_token }}a", " {{ '<s>' }}\na", "{{ '\n' + bos_token }}"])
 def test_a_begin_token_after_white_space_of_the_template_is_the_only_one(source: str) -> None:
-    wants = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True))
-    assert ChatTemplate(source, "<s>", "</s>").encode(wants, []).count(256) == 1
-    of_user = ChatTemplate("{{ messages[0].content }}", "<s>").encode(wants, [{"role": "user", "content": "<s>a"}])
-    assert of_user == [256, *wants.encode("<s>a", add_special=False)]  # what a user writes is no token
+    needs = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True))
+    assert ChatTemplate(source, "<s>", "</s>").encode(needs, []).count(256) == 1
+    of_user = ChatTemplate("{{ messages[0].content }}", "<s>").encode(needs, [{"role": "user", "content": "<s>a"}])
+    assert of_user == [256, *needs.encode("<s>a", add_special=False)]  # what a user writes is no token
 
 
 @pytest.mark.parametrize("source", ["{{ bos_token }}a", "a"])
-def test_begin_token_is_there_once_where_the_file_wants_it(source: str) -> None:
-    wants = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True))
+def test_begin_token_is_there_once_where_the_file_needs_it(source: str) -> None:
+    needs = Tokenizer.from_file(tiny_file(tokenizer__ggml__add_bos_token=True, tokenizer__ggml__add_eos_token=True))
     template = ChatTemplate(source, "<s>", "</s>")
-    assert template.encode(wants, []) == [256, *wants.encode("a", add_special=False)]
+    assert template.encode(needs, []) == [256, *needs.encode("a", add_special=False)]
     assert template.encode(TINY, []).count(256) == source.count("bos_token")
 
 

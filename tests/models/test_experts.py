@@ -286,7 +286,7 @@ def test_a_key_that_does_not_fit_is_refused_by_its_name(
 
 
 @pytest.mark.parametrize(
-    "architecture, name, wanted",
+    "architecture, name, expected",
     [
         ("qwen3moe", "blk.1.ffn_gate_inp.weight", (8, 96)),
         ("olmoe", "blk.0.ffn_gate_exps.weight", (8, 64, 96)),
@@ -298,11 +298,11 @@ def test_a_key_that_does_not_fit_is_refused_by_its_name(
     ],
 )
 def test_a_misshapen_tensor_is_named_with_both_shapes(
-    tiny: dict[str, ModelFile], architecture: str, name: str, wanted: tuple[int, ...]
+    tiny: dict[str, ModelFile], architecture: str, name: str, expected: tuple[int, ...]
 ) -> None:
-    for shape in [(7, *wanted[1:]), (*wanted, 1), (*wanted[:-1], wanted[-1] + 32)]:
+    for shape in [(7, *expected[1:]), (*expected, 1), (*expected[:-1], expected[-1] + 32)]:
         message = refusal(changed(tiny[architecture], tensors={name: SimpleNamespace(shape=shape)}))
-        assert f"tensor {name} must have shape {wanted}: found {shape}" in message
+        assert f"tensor {name} must have shape {expected}: found {shape}" in message
 
 
 def test_a_wrong_number_of_experts_is_refused_by_the_first_tensor(tiny: dict[str, ModelFile]) -> None:

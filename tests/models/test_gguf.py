@@ -212,7 +212,7 @@ def test_block_sizes_are_those_of_llama_cpp(llama_cpp: ModuleType) -> None:
     assert {kind: (kind.block_elements, kind.block_bytes) for kind in types} == theirs
 
 
-def test_the_scale_of_an_i2_s_tensor_stands_behind_its_blocks() -> None:
+def test_the_scale_of_an_i2_s_tensor_stands_after_its_blocks() -> None:
     assert GGMLType.I2_S.n_bytes(3 * 128) == 3 * 32 + 32
     assert GGMLType.TQ2_0.n_bytes(3 * 256) == 3 * 66
 

@@ -74,7 +74,7 @@ EVERYBODY = {"user", "assistant", "system"}
         ("refuses texts", EVERYBODY, False),
         ("refuses texts, no system", {"user", "assistant"}, True),
         ("takes both", set(), False),
-        ("wants system", set(), False),
+        ("needs system", set(), False),
     ],
 )
 def test_a_form_is_found_by_trying(name, parts, merges):
@@ -253,7 +253,7 @@ def test_the_command_line_answers(paths, name, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["gemma 2", "smolvlm"])
 def test_calibration_and_checks_use_the_same_prompts(paths, name):
     with edgeinfer.load(paths[name], backend="reference") as engine, ModelFile.open(paths[name]) as file:
-        wanted = engine.template.encode(engine.tokenizer, [{"role": "user", "content": "Hi"}])
-        assert asked(file, engine.tokenizer, "Hi") == wanted
+        expected = engine.template.encode(engine.tokenizer, [{"role": "user", "content": "Hi"}])
+        assert asked(file, engine.tokenizer, "Hi") == expected
         text, ids = check_prompt(file)
         assert "Write the numbers" in text and engine.detokenize(ids, skip_special=True)

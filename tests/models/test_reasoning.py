@@ -457,18 +457,18 @@ def test_a_call_without_a_name_goes_back_as_it_was_emitted(scripted):
     assert script.prompts[-1].count(engine.tokenizer.token_id("<tool_call>")) == 1
 
 
-@pytest.mark.parametrize("wants", ["object", "json", "none"])
-def test_calls_take_the_form_that_the_template_wants(open_model, monkeypatch, wants):
+@pytest.mark.parametrize("needs", ["object", "json", "none"])
+def test_calls_take_the_form_that_the_template_needs(open_model, monkeypatch, needs):
     check = {
         "object": "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.items() | list }}{%- endfor -%}",
         "json": "{%- for c in m.tool_calls or [] -%}{{ '=' + c.function.arguments }}{%- endfor -%}",
         "none": "{%- if m.tool_calls -%}{{ raise_exception('no calls') }}{%- endif -%}",
     }
-    MODELS[wants] = (
-        TURNS + "{{ m.content }}" + check[wants] + END + "{%- if false -%}<tool_call>{%- endif -%}",
+    MODELS[needs] = (
+        TURNS + "{{ m.content }}" + check[needs] + END + "{%- if false -%}<tool_call>{%- endif -%}",
         THINK_TOKENS,
     )
-    engine = open_model(wants)
+    engine = open_model(needs)
     script = Script(engine, monkeypatch)
     chat = engine.chat()
     script.emit('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
@@ -479,7 +479,7 @@ def test_calls_take_the_form_that_the_template_wants(open_model, monkeypatch, wa
         "json": '={"a": 1}',
         "none": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
     }
-    assert f"<|im_start|>assistant\n{expected[wants]}<|im_end|>" in prompt_of(script)
+    assert f"<|im_start|>assistant\n{expected[needs]}<|im_end|>" in prompt_of(script)
 
 
 @pytest.mark.parametrize("model", ["field", "field, text"])
@@ -746,7 +746,7 @@ def test_an_answer_stopped_within_its_reasoning_leaves_the_conversation_as_it_wa
     assert said(chat.send("one")).text == "Yes." and prompt_of(script).count("<|start|>") == 2
 
 
-def test_an_answer_stopped_behind_its_reasoning_is_kept_with_it(scripted):
+def test_an_answer_stopped_after_its_reasoning_is_kept_with_it(scripted):
     engine, script = scripted("field")
     chat = engine.chat()
     script.emit("<think>hm</think>Yes, and so on")
@@ -771,7 +771,7 @@ def test_a_turn_reuses_what_is_the_same(scripted):
 def test_a_model_that_marks_nothing_says_what_its_tokens_say(open_model, monkeypatch, adds_space):
     """Random tokens, control tokens and halves of characters among them: the text is that of a raw completion."""
     engine, rng = open_model("plain"), random.Random(0)
-    monkeypatch.setattr(engine.tokenizer, "_adds_space", adds_space)  # which is taken off behind a begin token
+    monkeypatch.setattr(engine.tokenizer, "_adds_space", adds_space)  # which is taken off after a begin token
     often = [engine.tokenizer.bos_id, *engine.tokenizer.encode(" é", add_special=False, continues=True)]
     for n_tokens in [0, 1, 2, *[30] * 200]:
         tokens = [rng.choice([*often, rng.randrange(engine.tokenizer.n_vocab)]) for _ in range(n_tokens)]

@@ -362,7 +362,7 @@ def test_norms_of_queries_and_keys_are_over_a_head_or_over_all(tiny: dict[str, M
             assert spec.tensor_shapes()[name] == (n,)
 
 
-def test_olmo2_has_norms_behind_and_none_before(tiny: dict[str, ModelFile]) -> None:
+def test_olmo2_has_norms_after_and_none_before(tiny: dict[str, ModelFile]) -> None:
     layer = read_spec(tiny["olmo2"]).layers[1]
     assert (layer.mixer.norm, layer.ffn.norm) == (None, None)
     assert layer.mixer.post_norm == "blk.1.post_attention_norm.weight"
@@ -386,7 +386,7 @@ def test_smollm3_does_not_turn_every_fourth_layer(tmp_path: Path) -> None:
     assert [layer for layer, part in enumerate(spec.layers) if part.mixer.rope is None] == [3, 7]
 
 
-def test_exaone4_has_norms_behind_and_windows_where_it_turns_if_it_has_64_layers(
+def test_exaone4_has_norms_after_and_windows_where_it_turns_if_it_has_64_layers(
     tiny: dict[str, ModelFile], tmp_path: Path
 ) -> None:
     small = read_spec(tiny["exaone4"])
@@ -529,7 +529,7 @@ def test_phi3_may_have_queries_keys_and_values_apart(tiny: dict[str, ModelFile])
     assert read_spec(changed(tiny["phi3"], tensors=tensors)).layers[1].mixer.k == "blk.1.attn_k.weight"
 
 
-def test_phi3_has_long_factors_behind_its_first_context(tmp_path: Path) -> None:
+def test_phi3_has_long_factors_after_its_first_context(tmp_path: Path) -> None:
     path = write_tiny_model(
         tmp_path / "m.gguf", "phi3", "F32", n_embd=64, rope_freqs=True, rope_scaling={"original_context_length": 100}
     )

@@ -244,13 +244,13 @@ def test_merging_by_score_follows_the_plain_rule(pieces: dict[str, float], text:
 
 
 @given(st.text(alphabet="ab ▁é日\n"))
-def test_decoding_takes_the_prefixed_space_away_behind_a_begin_token_only(text: str) -> None:
+def test_decoding_takes_the_prefixed_space_away_after_a_begin_token_only(text: str) -> None:
     visible = text.replace("▁", " ")
     assert SPM.decode(SPM.encode(text), skip_special=True) == visible
     assert SPM.decode(SPM.encode(text, add_special=False)) == (" " + visible if text else "")
 
 
-def test_space_is_prefixed_behind_every_special_token_unless_the_file_says_no() -> None:
+def test_space_is_prefixed_after_every_special_token_unless_the_file_says_no() -> None:
     text = "a<user>a"
     assert parts_of(SPM, SPM.encode(text)) == ["<s>", " a", "<user>", " a"]
     without = open_metadata(by_score(add_space_prefix=False))
@@ -294,13 +294,13 @@ def test_begin_and_end_are_added_as_the_file_says(add_bos: bool, add_eos: bool) 
     assert tokenizer.encode("") == [bos] * add_bos + [eos] * add_eos
 
 
-def test_begin_is_added_by_default_where_the_kind_of_vocabulary_wants_it() -> None:
+def test_begin_is_added_by_default_where_the_kind_of_vocabulary_needs_it() -> None:
     assert SPM.add_bos and (SPM.bos_id, SPM.eos_id) == (1, 2)
     assert open_metadata(byte_level(pre="llama-bpe")).add_bos and not BPE.add_bos
     assert not open_metadata(byte_level(pre="llama-bpe", bos_token_id=None)).add_bos
 
 
-def test_tokens_of_phi_3_swallow_the_white_space_behind_them() -> None:
+def test_tokens_of_phi_3_swallow_the_white_space_after_them() -> None:
     tokenizer = open_metadata(by_score(add_bos_token=False) | {"general.name": "Phi-3 mini"})
     assert parts_of(tokenizer, tokenizer.encode("a<user> \n a")) == [" a", "<user>", " a"]
     assert parts_of(tokenizer, tokenizer.encode("<s> a", parse_special=True)) == ["<s>", " ", " a"]
@@ -354,8 +354,8 @@ def test_stream_gives_whole_characters_whose_sum_is_the_decoded_text(ids: list[i
     pieces = [stream.push(id) for id in ids]
     rest = stream.flush()
     assert "".join(pieces) + rest == BPE.decode(ids, skip_special=skip_special)
-    wanted = b"".join(BPE.token_bytes(id) for id in ids if not (skip_special and BPE.is_control(id)))
-    assert "".join(pieces) + rest == wanted.decode(errors="replace")
+    expected = b"".join(BPE.token_bytes(id) for id in ids if not (skip_special and BPE.is_control(id)))
+    assert "".join(pieces) + rest == expected.decode(errors="replace")
 
 
 def test_stream_waits_for_the_last_byte_of_a_character() -> None:

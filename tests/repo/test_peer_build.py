@@ -27,9 +27,9 @@ def gcc() -> str:
 
 
 def test_amx_is_left_out_where_the_cpu_has_it(gcc: str) -> None:
-    wanted = "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
-    assert cmake_args(SAPPHIRE_RAPIDS, "", gcc) == wanted
-    assert cmake_args(SAPPHIRE_RAPIDS, "-DGGML_CUDA=OFF", gcc) == f"-DGGML_CUDA=OFF {wanted}"
+    expected = "-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8"
+    assert cmake_args(SAPPHIRE_RAPIDS, "", gcc) == expected
+    assert cmake_args(SAPPHIRE_RAPIDS, "-DGGML_CUDA=OFF", gcc) == f"-DGGML_CUDA=OFF {expected}"
     for cpuinfo in (NO_AMX, "", "Features : asimd i8mm\n"):
         assert cmake_args(cpuinfo, "", gcc) == ""
         assert cmake_args(cpuinfo, "-DX=Y", gcc) == "-DX=Y"

@@ -92,7 +92,7 @@ def outcomes(output: str, outcome: str) -> list[str]:
     return sorted(re.findall(rf"^{outcome} (\S+)", output, re.MULTILINE))
 
 
-ENDS = "".join(f"def test_{name}(): {what}\n{PASSES.format('behind_' + name)}" for name, (what, _) in ENDINGS.items())
+ENDS = "".join(f"def test_{name}(): {what}\n{PASSES.format('after_' + name)}" for name, (what, _) in ENDINGS.items())
 
 
 @suite(
@@ -105,7 +105,7 @@ def test_a_test_that_ends_its_process_is_a_failure_and_the_others_are_run(result
     assert status == pytest.ExitCode.TESTS_FAILED, output
     assert outcomes(output, "FAILED") == sorted(f"test_b.py::test_{name}" for name in ENDINGS), output
     passed = ["test_a.py::test_passes_1", "test_a.py::test_passes_2", "test_c.py::test_passes_1"]
-    passed += [f"test_b.py::test_passes_behind_{name}" for name in ENDINGS]
+    passed += [f"test_b.py::test_passes_after_{name}" for name in ENDINGS]
     assert outcomes(output, "PASSED") == sorted(passed), output
     for name, (_, ends_the_process) in ENDINGS.items():
         assert (f"crashed while running 'test_b.py::test_{name}'" in output) is ends_the_process, name
@@ -204,8 +204,8 @@ def test_slow_files_are_run_first() -> None:
     files = ["models/test_gguf.py", *reversed(SLOWEST), "models/test_spec.py", "models/test_gguf.py"]
     items = [SimpleNamespace(path=ROOT / "tests" / file) for file in files]
     pytest_collection_modifyitems(items)
-    behind = ["models/test_gguf.py", "models/test_spec.py", "models/test_gguf.py"]
-    assert [item.path for item in items] == [ROOT / "tests" / file for file in [*SLOWEST, *behind]]
+    after = ["models/test_gguf.py", "models/test_spec.py", "models/test_gguf.py"]
+    assert [item.path for item in items] == [ROOT / "tests" / file for file in [*SLOWEST, *after]]
 
 
 LONGER = "@pytest.mark.timeout(60)\ndef test_takes_longer(): ctypes.PyDLL(None).usleep(3_000_000)\n"

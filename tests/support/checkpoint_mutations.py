@@ -56,11 +56,11 @@ _FILES = [
 
 @dataclass(frozen=True)
 class Mutation:
-    """What is done to a copy of a base. damage: does it, to the folder."""
+    """What is done to a copy of a base."""
 
     family: str
     base: str
-    damage: Callable[[Path, random.Random], None]
+    damage: Callable[[Path, random.Random], None]  # does it, to the folder
 
 
 # ---- Sound checkpoints -----------------------------------------------------------------------------------------------

@@ -36,15 +36,15 @@ sys.addaudithook(_note_opened)
 
 @dataclass(frozen=True)
 class Outcome:
-    """error: its class, "" for none.  crash: what is no EdgeInferError.  outside: files that were opened elsewhere."""
+    """How opening a damaged checkpoint ended."""
 
     family: str
     base: str
-    error: str
+    error: str  # its class, "" for none
     seconds: float
     n_bytes: int
-    crash: str = ""
-    outside: tuple[str, ...] = ()
+    crash: str = ""  # what is no EdgeInferError
+    outside: tuple[str, ...] = ()  # files that were opened elsewhere
 
     @property
     def is_sound(self) -> bool:

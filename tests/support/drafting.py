@@ -90,7 +90,7 @@ def tree_of_head(
     assumed: Sequence[int] = (),
     n_vocab: int | None = None,
 ) -> Nodes:
-    """What `DraftingHead.draft` is to give, made level by level; what is pending behind it is the same too."""
+    """What `DraftingHead.draft` is to give, made level by level; what is pending after it is the same too."""
     ids = draft_vocab if n_vocab is None else draft_vocab[draft_vocab < n_vocab]
     out, n_pending = head.forward(tokens, features), len(tokens)
     row = n_pending - 1
@@ -167,7 +167,7 @@ FAILURES = ("raises", "NaN", "closed", "cut file")
 
 
 def let_fail(session: Session, failure: str, path: Path, after: int = 6) -> Callable[[], int]:
-    """Kill a draft model, whose file is at that path, behind some passes; gives what counts them.
+    """Kill a draft model, whose file is at that path, after some passes; gives what counts them.
 
     failure: one of FAILURES. Of a file that is cut short, no page can be read any more: who tries is killed.
     """

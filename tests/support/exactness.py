@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import Session, run_text
+from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.models import ModelSpec
 
 OpenSession = Callable[..., Session]  # open_session(n_threads=, isa=, n_batch=)
 
-# Thirteen nodes in four branches: 0-1-2-3, 4-5-6-7 behind 1, 8-9-10 from the root, 11-12 behind 5.
+# Thirteen nodes in four branches: 0-1-2-3, 4-5-6-7 after 1, 8-9-10 from the root, 11-12 after 5.
 TREE = np.array([-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11], dtype=np.int32)
 LEAVES = (3, 7, 10, 12)
 
@@ -48,7 +48,7 @@ def has_windows(session: Session) -> bool:
 
 
 def prefill(session: Session, tokens: NDArray[np.int32], chunk: int) -> NDArray[np.float32]:
-    """Logits (1, n_vocab) behind the last token, committed in chunks, or in smaller ones where there are windows."""
+    """Logits (1, n_vocab) after the last token, committed in chunks, or in smaller ones where there are windows."""
     if has_windows(session):
         chunk = min(chunk, session.n_batch)
     for first in range(0, len(tokens), chunk):
@@ -78,25 +78,25 @@ def comparisons(
     session.close()
 
     for chunk in (1, 7, 64, 512):
-        yield f"prefill in chunks of {chunk}", _behind(open_session(), prompt, rest, chunk, expected)
+        yield f"prefill in chunks of {chunk}", _after(open_session(), prompt, rest, chunk, expected)
     for n_batch in (5, 32):
         session = open_session(n_batch=n_batch)
-        yield f"passes of {n_batch} tokens at most", _behind(session, prompt, rest, len(prompt), expected)
+        yield f"passes of {n_batch} tokens at most", _after(session, prompt, rest, len(prompt), expected)
     for n_threads in (1, 2, 3):
         session = open_session(n_threads=n_threads)
-        yield f"{n_threads} threads", _behind(session, prompt, rest, len(prompt), expected)
+        yield f"{n_threads} threads", _after(session, prompt, rest, len(prompt), expected)
     for isa in isas:
-        yield f"instruction set {isa}", _behind(open_session(isa=isa), prompt, rest, len(prompt), expected)
+        yield f"instruction set {isa}", _after(open_session(isa=isa), prompt, rest, len(prompt), expected)
 
 
-def _behind(
+def _after(
     session: Session, prompt: NDArray[np.int32], rest: NDArray[np.int32], chunk: int, expected: NDArray[np.float32]
 ) -> bool:
     prefill(session, prompt, chunk)
     if len(rest) <= session.n_batch or not has_windows(session):
         equal = same_bits(session.forward(rest, logits="all").logits, expected)
     else:
-        equal = same_bits(run_text(session, rest, logits="all").logits, expected)
+        equal = same_bits(run_sequence(session, rest, logits="all").logits, expected)
         equal = equal and session.truncate(len(prompt)) == len(prompt)
     equal = equal and same_bits(decode_one_by_one(session, rest[:3]), expected[:3])
     session.close()

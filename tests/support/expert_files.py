@@ -21,12 +21,12 @@ Matrices = tuple[tuple[int, int, int], ...]  # gate, up, down: type, n_out, n_in
 
 @dataclass(frozen=True)
 class ExpertFiles:
-    """Experts in files.  records: by (layer, expert) what they are in memory."""
+    """Experts in files."""
 
     layout: _core.ExpertLayout
     source: _core.ExpertSource
     paths: list[Path]
-    records: dict[tuple[int, int], bytes]
+    records: dict[tuple[int, int], bytes]  # by (layer, expert) what they are in memory
 
     @property
     def layers(self) -> list[int]:

@@ -14,15 +14,12 @@ TOKEN = "hf_" + "a" * 34
 
 @dataclass
 class Repo:
-    """A repository.
+    """A repository."""
 
-    files: bytes by name.  served: other bytes than the hub tells the hash of.  needs_token: "gated" or "private".
-    """
-
-    files: dict[str, bytes]
+    files: dict[str, bytes]  # bytes by name
     commit: str = COMMIT
-    served: dict[str, bytes] = field(default_factory=dict)
-    needs_token: str | None = None
+    served: dict[str, bytes] = field(default_factory=dict)  # other bytes than the hub tells the hash of
+    needs_token: str | None = None  # "gated" or "private"
     accepted: bool = True  # the terms, by the account of TOKEN
 
 

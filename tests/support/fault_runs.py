@@ -29,16 +29,15 @@ NAME = "faulty"  # of the files whose reads fail
 
 @dataclass(frozen=True)
 class FaultRun:
-    """One process.  reads: see faulty_reads.c.  killed_after: seconds, None where it may end.  can_fail: whether an
-    error is what should come of that, not only a right text."""
+    """One process."""
 
     model: Path
     cache_bytes: int
     n_threads: int
-    reads: str
+    reads: str  # see faulty_reads.c
     past_the_cache: bool
-    can_fail: bool
-    killed_after: float | None = None
+    can_fail: bool  # whether an error is what should come of that, not only a right text
+    killed_after: float | None = None  # seconds, None where it may end
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 /* Makes reads of some files fail, for tests: preloaded into a process, it stands before pread and open.
  *
  * FAULTY_READS is a list of kind:first:every with commas between. Of the reads (pread) of files whose names contain
- * FAULTY_FILES, number `first` and each `every`-th one behind it (0: no other) has that kind of fault: eio, short (half of
+ * FAULTY_FILES, number `first` and each `every`-th one after it (0: no other) has that kind of fault: eio, short (half of
  * what was asked for), end (nothing, as at the end of a file), late (the same, but not twice in a row to a thread), slow
  * (20 ms). FAULTY_DIRECT=1: files are not opened past the page cache. */
 #define _GNU_SOURCE
@@ -21,13 +21,13 @@ static atomic_long n_reads;
 static __thread int was_late;
 
 static int is_faulty_file(int descriptor) {
-    const char* wanted = getenv("FAULTY_FILES");
+    const char* pattern = getenv("FAULTY_FILES");
     char link[64], name[PATH_MAX];
     snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
     const ssize_t n = readlink(link, name, sizeof name - 1);
-    if (!wanted || n < 0) return 0;
+    if (!pattern || n < 0) return 0;
     name[n] = 0;
-    return strstr(name, wanted) != NULL;
+    return strstr(name, pattern) != NULL;
 }
 
 static int is_due(const char* fault, const char* kind, long number) {

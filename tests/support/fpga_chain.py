@@ -42,14 +42,14 @@ class ChainError(EdgeInferError):
 
 @dataclass(frozen=True)
 class Vectors:
-    """A matrix (n_out, n_in) of a folder with its golden vectors. x: (n, n_in).  y: (n, n_out)."""
+    """A matrix (n_out, n_in) of a folder with its golden vectors."""
 
     name: str
     n_out: int
     n_in: int
     stream: Bytes
-    x: Inputs
-    y: Sums
+    x: Inputs  # (n, n_in)
+    y: Sums  # (n, n_out)
 
 
 class Implementation(Protocol):
@@ -127,7 +127,7 @@ class Cpu:
         """See Implementation. Two products: -128, which activations of this engine never are, is -127 and -1."""
         n_in = x.shape[1]
         trits = unpack(stream, n_out, n_in, self.geometry)
-        # Whole blocks of I2_S; the first input behind the matrix is 127, so that the scale of activations is 1.
+        # Whole blocks of I2_S; the first input after the matrix is 127, so that the scale of activations is 1.
         padded = (n_in // 128 + 1) * 128
         weights = np.zeros((n_out, padded), dtype=np.int8)
         weights[:, :n_in] = trits

@@ -45,10 +45,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where things lie. entries: (start of the key, start of the value, end) of each metadata entry."""
+    """Where things lie."""
 
     fields: tuple[Field, ...]
-    entries: dict[str, tuple[int, int, int]]
+    entries: dict[str, tuple[int, int, int]]  # (start of the key, start of the value, end) of each metadata entry
     infos_start: int
     header_end: int
     data_start: int
@@ -65,12 +65,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Mutation:
-    """A damaged file. must_be_refused: it cannot be read soundly, however lenient the reader."""
+    """A damaged file."""
 
     family: str
     what: str
     data: bytes
-    must_be_refused: bool = False
+    must_be_refused: bool = False  # it cannot be read soundly, however lenient the reader
 
 
 class _Walk:
@@ -107,7 +107,7 @@ class _Walk:
             self.number("scalar", owner, _SCALARS[kind])
 
     def tensor(self) -> int:
-        """Byte behind the tensor's data, counted from the start of the data."""
+        """Byte after the tensor's data, counted from the start of the data."""
         start = self.at
         name = self.string("")
         self.fields[-1] = Field("length", name, start, 8)
@@ -150,7 +150,7 @@ def with_number(data: bytes, field: Field, value: int) -> bytes:
 
 
 def with_header(data: bytes, layout: Layout, header: bytes) -> bytes:
-    """The tensors' bytes of a file behind another header."""
+    """The tensors' bytes of a file after another header."""
     return header + bytes(-len(header) % _ALIGNMENT) + data[layout.data_start :]
 
 
@@ -258,7 +258,7 @@ _FAMILIES: list[tuple[int, Callable[[bytes, Layout, random.Random], Mutation]]] 
 
 
 def mutations(data: bytes, n: int, seed: int) -> Iterator[Mutation]:
-    """n damaged copies: the special shapes, the truncations at telling places, and as many as wanted by chance."""
+    """n damaged copies: the special shapes, the truncations at telling places, and as many random ones as requested."""
     layout = read_layout(data)
     by_chance = _by_chance(data, layout, random.Random(seed))
     yield from islice(chain(special_shapes(data, layout), truncations(data, layout), by_chance), n)

@@ -73,6 +73,6 @@ TEMPLATES = {
     # Llama 3.2 Vision, Qwen 2.5 VL.
     "takes both": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}",
-    "wants system": "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "needs system": "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     "{% for m in messages %}{{ m.role + m.content }}{% endfor %}",
 }

@@ -14,7 +14,7 @@ N_VOCAB = 291
 
 
 def write_model(path: Path, architecture: str, keys: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> Path:
-    """A model of random F32 tensors. keys: behind "architecture."."""
+    """A model of random F32 tensors. keys: after "architecture."."""
     writer = gguf.GGUFWriter(path, architecture)
     add_bpe(writer, N_VOCAB)
     sizes = {"context_length": 256, "embedding_length": 64, "feed_forward_length": 96, "block_count": 2}

@@ -18,7 +18,7 @@ _FLAG = "-mno-amx-int8"
 
 
 def cmake_args(cpuinfo: str, given: str, compiler: str = "cc") -> str:
-    """The arguments for a CPU that Linux describes so, behind those that are given."""
+    """The arguments for a CPU that Linux describes so, after those that are given."""
     if not has_amx(cpuinfo) or not _knows_flag(compiler):
         return given
     return f"{given} -DCMAKE_C_FLAGS={_FLAG} -DCMAKE_CXX_FLAGS={_FLAG}".strip()

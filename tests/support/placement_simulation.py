@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from edgeinfer.offload.placement import Assignment, ExpertTimes, GpuCache, WantedExpert, timed
+from edgeinfer.offload.placement import Assignment, ExpertTimes, GpuCache, NeededExpert, timed
 from edgeinfer.offload.policies import PassRecency
 from edgeinfer.offload.routing import NONE, Routing
 
-Rule = Callable[[Sequence[WantedExpert], ExpertTimes], Assignment]
+Rule = Callable[[Sequence[NeededExpert], ExpertTimes], Assignment]
 
 
-def assign(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def assign(needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """Who computes which of a layer's experts, by a greedy rule.
 
     At first the GPU has those that it holds and the CPU the others. Then one expert at a time changes sides, that whose
@@ -26,34 +26,34 @@ def assign(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
     less, with the transfer hidden behind what it computes, and those with few rows to a CPU that would be idle. Of
     equals it is the first one. Never slower, by these times, than the CPU alone.
     """
-    best = _climb(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
-    alone = on_cpu(wanted, times)
+    best = _climb(frozenset(of.expert for of in needed if of.on_gpu), needed, times)
+    alone = on_cpu(needed, times)
     return alone if alone.seconds < best.seconds else best
 
 
-def on_cpu(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def on_cpu(needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """All on the CPU."""
-    return timed(frozenset(), wanted, times)
+    return timed(frozenset(), needed, times)
 
 
-def where_held(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def where_held(needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """The GPU computes what it holds and the CPU all else; nothing is moved."""
-    return timed(frozenset(of.expert for of in wanted if of.on_gpu), wanted, times)
+    return timed(frozenset(of.expert for of in needed if of.on_gpu), needed, times)
 
 
-def best_of_all(wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def best_of_all(needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """The fastest of all 2^n ways to divide n experts, for tests with few of them."""
-    experts = [of.expert for of in wanted]
+    experts = [of.expert for of in needed]
     ways = (frozenset(part) for n in range(len(experts) + 1) for part in combinations(experts, n))
-    return min((timed(way, wanted, times) for way in ways), key=lambda found: found.seconds)
+    return min((timed(way, needed, times) for way in ways), key=lambda found: found.seconds)
 
 
-def _climb(on_gpu: frozenset[int], wanted: Sequence[WantedExpert], times: ExpertTimes) -> Assignment:
+def _climb(on_gpu: frozenset[int], needed: Sequence[NeededExpert], times: ExpertTimes) -> Assignment:
     """Change sides of one expert after the other, as long as that lets the layer end sooner."""
-    best = timed(on_gpu, wanted, times)
+    best = timed(on_gpu, needed, times)
     while True:
-        ways = (on_gpu ^ {of.expert} for of in _one_of_each(wanted, on_gpu))
-        found = min(((timed(way, wanted, times), way) for way in ways), key=lambda at: _end(at[0]), default=None)
+        ways = (on_gpu ^ {of.expert} for of in _one_of_each(needed, on_gpu))
+        found = min(((timed(way, needed, times), way) for way in ways), key=lambda at: _end(at[0]), default=None)
         if found is None or _end(found[0]) >= _end(best):
             return best
         best, on_gpu = found
@@ -64,22 +64,20 @@ def _end(found: Assignment) -> tuple[float, float]:
     return found.seconds, found.cpu_seconds + found.gpu_seconds
 
 
-def _one_of_each(wanted: Sequence[WantedExpert], on_gpu: frozenset[int]) -> Iterable[WantedExpert]:
+def _one_of_each(needed: Sequence[NeededExpert], on_gpu: frozenset[int]) -> Iterable[NeededExpert]:
     """Of experts that differ in nothing but their index, the first one."""
-    kinds: dict[tuple[object, ...], WantedExpert] = {}
-    for of in wanted:
+    kinds: dict[tuple[object, ...], NeededExpert] = {}
+    for of in needed:
         kinds.setdefault((of.rows, of.on_gpu, of.in_memory, of.expert in on_gpu), of)
     return kinds.values()
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """Seconds of the experts of all tokens behind the prompt.
-
-    transfers, swaps: experts that were moved to the GPU because a token wanted them, and while the link was idle.
-    """
+    """Seconds of the experts of all tokens after the prompt."""
 
     seconds: float
+    # transfers, swaps: experts that were moved to the GPU because a token needed them, and while the link was idle
     transfers: int
     swaps: int = 0
 
@@ -106,8 +104,8 @@ def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | Non
             gpu.fill()
         was_prompt = is_prompt
         for layer, rows in enumerate(layers):
-            wanted = [
-                WantedExpert(expert, n, gpu.holds(layer, expert), in_memory is None or memory.holds(layer, expert))
+            needed = [
+                NeededExpert(expert, n, gpu.holds(layer, expert), in_memory is None or memory.holds(layer, expert))
                 for expert, n in rows.items()
             ]
             gpu.observe(layer, list(rows))
@@ -115,7 +113,7 @@ def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | Non
                 memory.begin(number, layer, list(rows))
             if is_prompt:
                 continue
-            found = rule(wanted, times)
+            found = rule(needed, times)
             seconds += found.seconds
             transfers += len(found.transfers)
             for expert in found.transfers:
@@ -128,7 +126,7 @@ def _run(routing: Routing, times: ExpertTimes, on_gpu: int, in_memory: int | Non
 
 
 def _passes(routing: Routing) -> list[tuple[bool, list[dict[int, int]]]]:
-    """Of each pass: whether it is of the prompt, and by layer the rows of each expert that it wants, ascending."""
+    """Of each pass: whether it is of the prompt, and by layer the rows of each expert that it needs, ascending."""
     found, first = [], 0
     for length in routing.pass_lengths or [1] * routing.n_tokens:
         rows = routing.chosen[first : first + length]

@@ -14,20 +14,20 @@ from edgeinfer.hls.board.workload import BITNET_07B, BITNET_2B4T
 from edgeinfer.hls.geometry import Geometry
 
 _POSITIONS_A_PASS = 2  # of a prompt: bitnet-kv260 reads all weights twice for four positions
-_SHARE_OF_ATTENTION = 0.6  # of that behind a full text, assumed: a prompt's tokens see fewer positions
+_SHARE_OF_ATTENTION = 0.6  # of that after a full text, assumed: a prompt's tokens see fewer positions
 _LLAMA_BYTES, _LLAMA_RATE, _LLAMA_EFFICIENCY = 3.5e9, 19.2e9, 0.85  # as llama-fpga says of LLaMA2-7B in 4 bits
 
 
 @dataclass(frozen=True)
 class Check:
-    """A published figure and the model's. tolerance: the difference that is allowed, relative."""
+    """A published figure and the model's."""
 
     what: str
     source: str
     unit: str
     published: float
     modelled: float
-    tolerance: float
+    tolerance: float  # the difference that is allowed, relative
 
     @property
     def difference(self) -> float:
@@ -55,16 +55,13 @@ def checks() -> list[Check]:
 
 @dataclass(frozen=True)
 class Fit:
-    """TeLLMe's published times to the first token as a * n^2 + b * n, and its speed.
-
-    trits_per_cycle: of prefill.  stream_rate: bytes a second of decoding at five bits for three weights.
-    """
+    """TeLLMe's published times to the first token as a * n^2 + b * n, and its speed."""
 
     version: str
     quadratic: float
     linear: float
-    trits_per_cycle: float
-    stream_rate: float
+    trits_per_cycle: float  # of prefill
+    stream_rate: float  # bytes a second of decoding at five bits for three weights
 
 
 def tellme_fits() -> list[Fit]:

@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-N_OUT, N_IN = 32, 96  # as multiples of 32, which AutoGPTQ wants
+N_OUT, N_IN = 32, 96  # as multiples of 32, which AutoGPTQ needs
 Tensors = dict[str, tuple[str, np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer called "m". settings: its quantization_config.  tensors: (dtype, values) by name."""
+    """One layer called "m"."""
 
     name: str
-    settings: dict[str, Any]
-    tensors: Tensors
+    settings: dict[str, Any]  # its quantization_config
+    tensors: Tensors  # (dtype, values) by name
 
 
 def _words(rng: np.random.Generator, *shape: int) -> tuple[str, np.ndarray]:

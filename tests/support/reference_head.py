@@ -21,7 +21,7 @@ from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
     ReferenceBackend,
     ReferenceDecoder,
-    TextState,
+    SequenceState,
     known_blocks,
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
@@ -113,7 +113,7 @@ class ReferenceHeadModel(ReferenceDecoder):
         return x
 
 
-class ReferenceHead(TextState):
+class ReferenceHead(SequenceState):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: ReferenceHeadModel, n_ctx: int) -> None:

@@ -1,4 +1,4 @@
-"""A plugin of pytest: which process of pytest-xdist runs which files; slow files first, and on behind a crash."""
+"""A plugin of pytest: which process of pytest-xdist runs which files; slow files first, and on after a crash."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from xdist.workermanage import WorkerController
 
 _TESTS = Path(__file__).parents[1]
 # By the processor time that they take; all others take less. But the process with the one test of the first file
-# keeps the third file waiting behind it, which is short.
+# keeps the third file waiting after it, which is short.
 SLOWEST = (
     "backends/native/kernels/test_sanitizers.py",
     "backends/native/kernels/test_other_cpus.py",
@@ -38,7 +38,7 @@ SLOWEST = (
 
 
 class FileScheduling(LoadFileScheduling):
-    """The scheduling of `--dist loadfile` in pytest-xdist 3.8, which goes on behind a crash.
+    """The scheduling of `--dist loadfile` in pytest-xdist 3.8, which goes on after a crash.
 
     xdist's own gives the test that crashed to the next process, which crashes too, until none is started. It hands out
     files again that are done, and a single test to a process that begins none before it knows the next: both wait for

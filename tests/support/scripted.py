@@ -41,7 +41,7 @@ class Script:
 
 
 def emitted(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Ids of a text in which special tokens are meant by their texts, but behind a ~ it is spelled in ordinary ones."""
+    """Ids of a text in which special tokens are meant by their texts, but after a ~ it is spelled in ordinary ones."""
     marks = "|".join(map(re.escape, tokenizer.special_texts))
     ids: list[int] = []
     for part in re.split(f"(~?(?:{marks}))", text):

@@ -1,4 +1,4 @@
-"""llama.cpp's process as a test wants it: its calls noted, held up, or ending in a crash.
+"""llama.cpp's process as a test needs it: its calls noted, held up, or ending in a crash.
 
 The process that edgeinfer starts looks for modules where the test's own does; it finds `staged/llama_cpp` first.
 """

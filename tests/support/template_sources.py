@@ -41,7 +41,7 @@ FEATURES = {
 {% for m in messages %}{% set role = {'assistant': 'model'}.get(m.role, m.role) %}<turn>{{ role }}
 {{ m.content | trim }}<end>
 {% endfor %}{{ '<turn>model\\n' if add_generation_prompt else '' }}""",
-    # Qwen 3: reasoning is cut out of all answers before the last question, which a namespace finds from behind.
+    # Qwen 3: reasoning is cut out of all answers before the last question, which a namespace finds from the end.
     "reasoning": """{%- set ns = namespace(last=messages | length - 1, found=false) -%}
 {%- for m in messages[::-1] -%}
     {%- if not ns.found and m.role == 'user' and not (m.content is string and m.content.startswith('<tool')) -%}

@@ -3,7 +3,7 @@
 pytest-timeout interrupts Python code, in each test after `timeout` seconds and in the run after `session_timeout`
 (pyproject.toml, or --timeout and --session-timeout; 0 is no limit). It cannot interrupt native code that does not come
 back, modules that hang while they are imported, and processes of pytest-xdist that wait for each other. So some time
-behind each of its limits the process ends with the stacks of its threads on stderr, and xdist reports the test.
+after each of its limits the process ends with the stacks of its threads on stderr, and xdist reports the test.
 """
 
 import _thread
@@ -56,7 +56,7 @@ class TimeLimits:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self) -> Iterator[None]:
-        """A failure takes away both limits, for a debugger: what is behind it gets a new one."""
+        """A failure takes away both limits, for a debugger: what is after it gets a new one."""
         with self._ends_after(self._seconds):
             return (yield)
 
@@ -108,7 +108,7 @@ class TimeLimits:
 
 
 def grace(seconds: float) -> float:
-    """How long behind a limit of pytest-timeout, in which it may do its work, the process is ended."""
+    """How long after a limit of pytest-timeout, in which it may do its work, the process is ended."""
     return min(30.0, max(1.0, seconds / 4))
 
 

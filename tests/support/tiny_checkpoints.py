@@ -57,13 +57,13 @@ OLD_FRACTIONS = {key: value for key, value in FRACTIONS.items() if key != "rope_
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of checkpoint.  config: beyond COMMON.  shapes: of all tensors.  norm_shift: what it adds to norms."""
+    """A kind of checkpoint."""
 
     architecture: str
     model_type: str
-    config: dict[str, Any]
-    shapes: Callable[[dict[str, Any]], Shapes]
-    norm_shift: float = 0.0
+    config: dict[str, Any]  # beyond COMMON
+    shapes: Callable[[dict[str, Any]], Shapes]  # of all tensors
+    norm_shift: float = 0.0  # what it adds to norms
 
     def full_config(self) -> dict[str, Any]:
         """What config.json says."""
@@ -179,13 +179,13 @@ def phi3(config: dict[str, Any]) -> Shapes:
 
 
 def olmo2(config: dict[str, Any]) -> Shapes:
-    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
-    return model(config, lambda _: attention(config, whole_norms=True) | behind | network())
+    after = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, whole_norms=True) | after | network())
 
 
 def exaone4(config: dict[str, Any]) -> Shapes:
-    behind = norms("post_attention_layernorm", "post_feedforward_layernorm")
-    return model(config, lambda _: attention(config, norms=True) | behind | network())
+    after = norms("post_attention_layernorm", "post_feedforward_layernorm")
+    return model(config, lambda _: attention(config, norms=True) | after | network())
 
 
 def glm4(config: dict[str, Any]) -> Shapes:

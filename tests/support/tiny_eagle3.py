@@ -32,15 +32,11 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Head:
-    """A kind of checkpoint.
+    """A kind of checkpoint."""
 
-    config: beyond LAYER.  layer: what its tensors have in front, "midlayer." or "layers.0.".  has_ids: whether it
-    drafts some of the tokens only.
-    """
-
-    config: dict[str, Any] = field(default_factory=dict)
-    layer: str = "midlayer."
-    has_ids: bool = True
+    config: dict[str, Any] = field(default_factory=dict)  # beyond LAYER
+    layer: str = "midlayer."  # what its tensors have in front, "midlayer." or "layers.0."
+    has_ids: bool = True  # whether it drafts some of the tokens only
     has_embeddings: bool = False
     has_input_norm: bool = False
 

@@ -43,22 +43,18 @@ _ROUTER_DEVIATION = 2.0  # of its products: some experts lead clearly, none take
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What an architecture has beyond attention, norms and routed experts.
-
-    n_leading: layers with a dense network first.  n_shared: experts whose size the shared network has.  keys: further
-    ones.  qk_norm: whether queries and keys have norms, and over what.  ffn_norm: the tensor of the network's norm.
-    """
+    """What an architecture has beyond attention, norms and routed experts."""
 
     n_layers: int = 2
-    n_leading: int = 0
-    n_shared: int = 0
+    n_leading: int = 0  # layers with a dense network first
+    n_shared: int = 0  # experts whose size the shared network has
     shared_router: bool = False
     selection_bias: bool = False
     biases: bool = False
-    qk_norm: Literal["per_head", "whole"] | None = None
+    qk_norm: Literal["per_head", "whole"] | None = None  # whether queries and keys have norms, and over what
     qkv_biases: bool = False
-    ffn_norm: str = "ffn_norm"
-    keys: Mapping[str, Value] = field(default_factory=dict)
+    ffn_norm: str = "ffn_norm"  # the tensor of the network's norm
+    keys: Mapping[str, Value] = field(default_factory=dict)  # further ones
 
 
 _RECIPES: dict[str, _Recipe] = {
@@ -98,11 +94,11 @@ _RECIPES: dict[str, _Recipe] = {
 
 @dataclass(frozen=True)
 class _ExpertSizes(Sizes):
-    """n_ff: of dense layers.  n_ff_expert: of one expert."""
+    """n_ff: of dense layers."""
 
     n_experts: int = 8
     n_used: int = 3
-    n_ff_expert: int = 64
+    n_ff_expert: int = 64  # of one expert
 
 
 @written_once
@@ -131,7 +127,7 @@ def write_tiny_experts(
 ) -> Path:
     """Write a model and give back its path. What is not said here is as in tiny_models.write_tiny_model.
 
-    n_kv_heads: 2, but n_heads in olmoe, where llama.cpp wants as many keys as queries.  n_ff: of one expert, 256 where
+    n_kv_heads: 2, but n_heads in olmoe, where llama.cpp needs as many keys as queries.  n_ff: of one expert, 256 where
     there are blocks of 256, else 64; twice that in a dense layer.  types: of matrices, by role ("ffn_down_exps") or
     whole name.  fused: gate and up are one tensor, of the same numbers.  scales: with a factor for each expert on its
     products.  qk_norms: with norms of queries and keys, which are optional in glm4moe.  twins: two experts with the

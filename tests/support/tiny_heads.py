@@ -82,7 +82,7 @@ def write_tiny_head(
 
 @dataclass(frozen=True)
 class _Target:
-    """What a head is made from. session: None where nothing is to be fitted."""
+    """What a head is made from."""
 
     architecture: str
     name: str
@@ -92,15 +92,15 @@ class _Target:
     output: Floats
     output_norm: Floats
     embeddings: Floats
-    session: ReferenceSession | None
+    session: ReferenceSession | None  # None where nothing is to be fitted
 
     @classmethod
     def read(cls, path: Path, with_session: bool) -> _Target:
         with ModelFile.open(path) as model:
             spec, backend = read_spec(model), ReferenceBackend()
             matrix = (spec.n_vocab, spec.n_embd)
-            wanted = {spec.output: matrix, spec.token_embd: matrix, "output_norm.weight": (spec.n_embd,)}
-            found = {name: one.values for name, one in backend.read_weights(model, wanted).items()}
+            expected = {spec.output: matrix, spec.token_embd: matrix, "output_norm.weight": (spec.n_embd,)}
+            found = {name: one.values for name, one in backend.read_weights(model, expected).items()}
             session = None
             if with_session:
                 session = backend.load(model, spec, backend.plan(model, spec, LoadSettings(512)), Device(1)).session()
@@ -152,7 +152,7 @@ def _fit_gate(
     ids: list[int],
     nexts: Floats,
 ) -> None:
-    """Make the gate give the features behind the given ones; see _pairs."""
+    """Make the gate give the features after the given ones; see _pairs."""
     b = silu(rms_norm(embeddings[ids], token_norm, 1e-5) @ matrices["gate.token"].T)
     matrices["gate.feature"] = np.linalg.lstsq(features, 2 * nexts - b, rcond=None)[0].T.astype(np.float32)
 
@@ -306,7 +306,7 @@ def _fit_eagle3(
     ids: list[int],
     codes: Callable[[Floats], tuple[Floats, Floats]],
 ) -> None:
-    """Make the head right on texts. codes: what fc makes of rows of theirs and of the rows behind them."""
+    """Make the head right on texts. codes: what fc makes of rows of theirs and of the rows after them."""
     d = len(matrices["fc"])
     matrices["fc"] *= _NOISE
     matrices["fc"][:, -d:] += np.eye(d, dtype=np.float32)

@@ -1,7 +1,7 @@
 """Tiny random language models as GGUF files: for the engine and the command line, and loadable in llama.cpp too.
 
-The floats behind a tensor depend on (seed, name, shape) only: models that differ in type approximate one another, and
-one with fewer layers begins like one with more.
+The floats that a tensor is made of depend on (seed, name, shape) only: models that differ in type approximate one
+another, and one with fewer layers begins like one with more.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ def quantize(tensor_type: str, weights: Floats) -> Bytes:
 
 
 def _i2_s(weights: Floats) -> Bytes:
-    """As BitNet rounds: to the mean magnitude times -1, 0 or 1. All of the matrix, its scale behind it."""
+    """As BitNet rounds: to the mean magnitude times -1, 0 or 1. All of the matrix, its scale after it."""
     scale = np.abs(weights).mean(dtype=np.float32)
     codes = (np.rint(weights / scale).clip(-1, 1) + 1).astype(np.uint8).reshape(-1, 4, 32)
     packed = codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]

@@ -25,7 +25,7 @@ N_PROMPT, N_TOKENS = 24, 12
 
 
 def sha256_of_text(model: NativeModel, number: int) -> str:
-    """The logits of a prompt in chunks, and of the tokens behind it, one by one."""
+    """The logits of a prompt in chunks, and of the tokens after it, one by one."""
     tokens = np.random.default_rng(number).integers(0, model.spec.n_vocab, N_PROMPT + N_TOKENS).astype(np.int32)
     session, digest = model.session(), hashlib.sha256()
     digest.update(session.forward(tokens[:N_PROMPT], logits="all").logits.tobytes())

@@ -28,7 +28,7 @@ struct FileName {
     std::string bytes;
 };
 
-// The message of an error as a text of Python, in which the name of a file is as os.fsdecode has it.
+// The message of an error as text of Python, in which the name of a file is as os.fsdecode has it.
 inline nb::object message_of(const std::string& what) {
     return nb::steal(PyUnicode_DecodeUTF8(what.data(), static_cast<Py_ssize_t>(what.size()), "surrogateescape"));
 }
@@ -84,14 +84,14 @@ PrefetchFields fields_of(const Prefetch& prefetch);
 Prefetch prefetch_from(const PrefetchFields& fields);
 
 class Decoder;
-// A device that computes some experts, see ExpertTier in backends/base.py; None for none.
-void set_tier(Decoder& decoder, nb::object tier);
+// A device that computes some experts, see ExpertDevice in backends/base.py; None for none.
+void set_expert_device(Decoder& decoder, nb::object device);
 
 void bind_weights(nb::module_& m);
 void bind_experts(nb::module_& m);
 void bind_disk_experts(nb::module_& m);
 void bind_config(nb::module_& m);
-void bind_text_state(nb::module_& m);
+void bind_sequence_state(nb::module_& m);
 void bind_decoder(nb::module_& m);
 void bind_head(nb::module_& m);
 void bind_kernels(nb::module_& m);

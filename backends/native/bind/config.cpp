@@ -1,9 +1,9 @@
-// Sizes, recipes and the states of texts in Python.
+// Sizes, recipes and the states of sequences in Python.
 #include <nanobind/stl/variant.h>
 
 #include "activations.h"
 #include "bind/bindings.h"
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 #include "recipe.h"
 
 namespace {
@@ -79,8 +79,9 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
     new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
 }
 
-void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_ctx) {
-    if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
+void init_sequence(SequenceState* sequence, const DecoderConfig& config, KvType type, int n_ctx) {
+    if (n_ctx < 1 || n_ctx > config.n_ctx)
+        throw nb::value_error("a sequence has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
         if (!layer.attention()) continue;
         const AttentionConfig& a = *layer.attention();
@@ -92,33 +93,34 @@ void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_
             throw nb::value_error("a K6V4 cache needs one set of rope frequencies where keys have a bias");
         }
     }
-    new (text) TextState(config.text_sizes(type, n_ctx));
+    new (sequence) SequenceState(config.sequence_sizes(type, n_ctx));
 }
 
-void commit(TextState& text, const std::vector<int32_t>& path) {
+void commit(SequenceState& sequence, const std::vector<int32_t>& path) {
     const int n = static_cast<int>(path.size());
     int before = -1;
     for (const int row : path) {
-        if (row <= before || row >= text.n_pending()) throw nb::value_error("commit: no such row, or none that ascend");
+        if (row <= before || row >= sequence.n_pending())
+            throw nb::value_error("commit: no such row, or none that ascend");
         before = row;
     }
     ReleasedGil release;
-    text.commit(path.data(), n);
+    sequence.commit(path.data(), n);
 }
 
-int truncate_to(TextState& text, int n_past) {
-    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("truncate: no such position");
-    return text.truncate(n_past);
+int truncate_to(SequenceState& sequence, int n_past) {
+    if (n_past < 0 || n_past > sequence.n_past()) throw nb::value_error("truncate: no such position");
+    return sequence.truncate(n_past);
 }
 
-int reach(const TextState& text, int n_past) {
-    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("reach: no such position");
-    return text.reach(n_past);
+int reach(const SequenceState& sequence, int n_past) {
+    if (n_past < 0 || n_past > sequence.n_past()) throw nb::value_error("reach: no such position");
+    return sequence.reach(n_past);
 }
 
-int resume(TextState& text, int number, int n_past) {
+int resume(SequenceState& sequence, int number, int n_past) {
     if (n_past < 0) throw nb::value_error("resume: no such position");
-    return text.resume(number, n_past);
+    return sequence.resume(number, n_past);
 }
 
 void bind_enums(nb::module_& m) {
@@ -189,7 +191,7 @@ void bind_config(nb::module_& m) {
         .def(
             "kv_bytes",
             [](const DecoderConfig& config, KvType type, int n_ctx) {
-                return TextState::n_bytes(config.text_sizes(type, n_ctx));
+                return SequenceState::n_bytes(config.sequence_sizes(type, n_ctx));
             },
             "type"_a, "n_ctx"_a)
         .def(
@@ -200,24 +202,25 @@ void bind_config(nb::module_& m) {
             "front"_a, "n_threads"_a);
 }
 
-void bind_text_state(nb::module_& m) {
-    nb::class_<TextState>(m, "TextState", "What a text leaves behind in all layers, and texts that are kept for later.")
-        .def("__init__", &init_text, "config"_a, "type"_a, "n_ctx"_a)
-        .def("has_room", &TextState::has_room, "n_tokens"_a,
-             "Whether so many tokens can be there, those behind n_past not committed.")
+void bind_sequence_state(nb::module_& m) {
+    nb::class_<SequenceState>(m, "SequenceState",
+                              "The state of a sequence in all layers, and sequences that are kept for later.")
+        .def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a)
+        .def("has_room", &SequenceState::has_room, "n_tokens"_a,
+             "Whether so many tokens can be there, those after n_past not committed.")
         .def("commit", &commit, "path"_a)
         .def("truncate", &truncate_to, "n_past"_a,
              "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
         .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
-        .def("park", &TextState::park,
-             "Remember the committed text, as long as its memory is not needed; gives its number.")
-        .def("reach_parked", &TextState::reach_parked, "number"_a, "n_past"_a,
-             "The length that resume would reach; 0 for a text that is forgotten.")
+        .def("park", &SequenceState::park,
+             "Remember the committed sequence, as long as its memory is not needed; gives its number.")
+        .def("reach_parked", &SequenceState::reach_parked, "number"_a, "n_past"_a,
+             "The length that resume would reach; 0 for a sequence that is forgotten.")
         .def("resume", &resume, "number"_a, "n_past"_a,
-             "Commit the first n_past tokens of a parked text, or fewer, and only them; gives how many.")
-        .def("forget", &TextState::forget, "number"_a)
-        .def("parked", &TextState::parked, "Numbers of the parked texts.")
-        .def_prop_ro("n_past", &TextState::n_past)
-        .def_prop_ro("used_bytes", &TextState::used_bytes)
-        .def_prop_ro("window_bytes", &TextState::window_bytes);
+             "Commit the first n_past tokens of a parked sequence, or fewer, and only them; gives how many.")
+        .def("forget", &SequenceState::forget, "number"_a)
+        .def("parked", &SequenceState::parked, "Numbers of the parked sequences.")
+        .def_prop_ro("n_past", &SequenceState::n_past)
+        .def_prop_ro("used_bytes", &SequenceState::used_bytes)
+        .def_prop_ro("window_bytes", &SequenceState::window_bytes);
 }

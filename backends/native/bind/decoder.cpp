@@ -78,11 +78,11 @@ bool interruptible(const Run& run) {
 
 std::span<const int32_t> span_of(const Ints& ints) { return {ints.data(), ints.size()}; }
 
-// The rows of a text in a pass: (state, tokens, parents, n_pending, layers, taps, tap_row, features). taps: (n_taps, any,
-// n_embd); those of the rows are written from tap_row on.
-using TextArguments = std::tuple<TextState*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
+// The rows of a sequence in a pass: (state, tokens, parents, n_pending, layers, taps, tap_row, features). taps:
+// (n_taps, any, n_embd); those of the rows are written from tap_row on.
+using SequenceArguments = std::tuple<SequenceState*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
 
-TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
+SequenceRows sequence_rows(const Decoder& decoder, const SequenceArguments& arguments) {
     const auto& [state, tokens, parents, n_pending, layers, taps, tap_row, features] = arguments;
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_taps = static_cast<int>(layers.size());
@@ -114,16 +114,16 @@ TextRows text_rows(const Decoder& decoder, const TextArguments& arguments) {
 
 // Gives False if the pass was stopped by interrupt().
 // interrupts: the decoder's count of them before the first pass of these rows.
-bool forward(Decoder& decoder, const std::vector<TextArguments>& texts, Ints rows, FloatRows logits,
+bool forward(Decoder& decoder, const std::vector<SequenceArguments>& sequences, Ints rows, FloatRows logits,
              uint64_t interrupts) {
     const DecoderConfig& config = decoder.config();
-    std::vector<TextRows> all;
+    std::vector<SequenceRows> all;
     int n = 0;
-    for (const TextArguments& arguments : texts) {
-        all.push_back(text_rows(decoder, arguments));
+    for (const SequenceArguments& arguments : sequences) {
+        all.push_back(sequence_rows(decoder, arguments));
         n += all.back().n;
         for (size_t i = 0; i + 1 < all.size(); i++) {
-            if (all[i].state == all.back().state) throw nb::value_error("forward: a text comes twice");
+            if (all[i].state == all.back().state) throw nb::value_error("forward: a sequence comes twice");
         }
     }
     const int n_rows = static_cast<int>(rows.size());
@@ -152,10 +152,10 @@ bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
     return true;
 }
 
-// The rows of one text in lists of ints: tokens, their parents, or None for those of a chain, and the parents of the
-// pending rows before them. Logits of the last rows; taps of all, or None. Gives None where these do not fit together,
-// else what forward gives.
-std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle tokens, nb::handle parents,
+// The rows of one sequence in lists of ints: tokens, their parents, or None for those of a chain, and the parents of
+// the pending rows before them. Logits of the last rows; taps of all, or None. Gives None where these do not fit
+// together, else what forward gives.
+std::optional<bool> forward_lists(Decoder& decoder, SequenceState& state, nb::handle tokens, nb::handle parents,
                                   nb::handle pending, FloatRows logits, const std::vector<int32_t>& layers,
                                   std::optional<Taps> taps, std::optional<Features> features) {
     const DecoderConfig& config = decoder.config();
@@ -176,20 +176,20 @@ std::optional<bool> forward_lists(Decoder& decoder, TextState& state, nb::handle
         return std::nullopt;
     }
     for (int i = n - n_rows; i < n; i++) rows.push_back(i);
-    const TextRows text{&state,
-                        state.n_ctx(),
-                        ids.data(),
-                        links.data(),
-                        n,
-                        n_pending,
-                        features ? features->data() : nullptr,
-                        layers.data(),
-                        static_cast<int>(n_taps),
-                        n_taps ? taps->data() : nullptr,
-                        n_taps ? taps->shape(1) * n_embd : 0};
+    const SequenceRows sequence{&state,
+                                state.n_ctx(),
+                                ids.data(),
+                                links.data(),
+                                n,
+                                n_pending,
+                                features ? features->data() : nullptr,
+                                layers.data(),
+                                static_cast<int>(n_taps),
+                                n_taps ? taps->data() : nullptr,
+                                n_taps ? taps->shape(1) * n_embd : 0};
     const uint64_t interrupts = decoder.interrupts();
     return interruptible([&](const auto& poll) {
-        return decoder.forward({&text, 1}, rows.data(), n_rows, logits.data(), interrupts, poll);
+        return decoder.forward({&sequence, 1}, rows.data(), n_rows, logits.data(), interrupts, poll);
     });
 }
 
@@ -201,8 +201,8 @@ Array array_of(std::vector<T> values, std::initializer_list<size_t> shape) {
     return Array(held->data(), shape, owner);
 }
 
-// rows: whose logits (m, n_logits) are wanted.  x: (n, n_embd).
-bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_layer, Features x, Ints rows,
+// rows: whose logits (m, n_logits) are requested.  x: (n, n_embd).
+bool forward_from(Decoder& decoder, SequenceState& state, Ints tokens, int first_layer, Features x, Ints rows,
                   FloatRows logits) {
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_rows = static_cast<int>(rows.size());
@@ -217,9 +217,10 @@ bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_lay
         !is_tree(config, span_of(tokens), links)) {
         throw nb::value_error("forward_from: arguments do not fit together");
     }
-    const TextRows text{&state, state.n_ctx(), tokens.data(), links.data(), n, 0, nullptr, nullptr, 0, nullptr, 0};
+    const SequenceRows sequence{&state, state.n_ctx(), tokens.data(), links.data(), n, 0, nullptr, nullptr, 0, nullptr,
+                                0};
     return interruptible([&](const auto& poll) {
-        return decoder.forward_from(text, first_layer, x.data(), rows.data(), n_rows, logits.data(), poll);
+        return decoder.forward_from(sequence, first_layer, x.data(), rows.data(), n_rows, logits.data(), poll);
     });
 }
 
@@ -227,7 +228,7 @@ bool forward_from(Decoder& decoder, TextState& state, Ints tokens, int first_lay
 auto routing(Decoder& decoder) {
     Decoder::Routing last;
     {
-        ReleasedGil release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may need the lock before it ends
         last = decoder.routing();
     }
     auto* experts = new std::vector<int32_t>(std::move(last.experts));
@@ -245,7 +246,7 @@ using Squares = nb::typed<nb::dict, nb::str, nb::typed<nb::tuple, ColumnSums, Ro
 Squares input_squares(Decoder& decoder) {
     std::optional<InputSquares::ByName> summed;
     {
-        ReleasedGil release;  // a pass that runs may want the lock before it ends
+        ReleasedGil release;  // a pass that runs may need the lock before it ends
         summed = decoder.input_squares();
     }
     if (!summed) throw nb::value_error("input_squares: nothing is recorded");
@@ -269,7 +270,7 @@ void check_part(int n_parts, int part) {
     if (n_parts < 1 || part < 0 || part >= n_parts) throw nb::index_error("no such part");
 }
 
-double seconds_of_part(Decoder& decoder, TextState& state, int n, int n_parts, int part) {
+double seconds_of_part(Decoder& decoder, SequenceState& state, int n, int n_parts, int part) {
     check_part(n_parts, part);
     const DecoderConfig& config = decoder.config();
     if (!config.fits(state.sizes()) || n < 1 || n > config.n_batch || state.n_past() + n > state.n_ctx() ||
@@ -354,23 +355,25 @@ void bind_decoder(nb::module_& m) {
              "From the next pass on, sum the squares of what matrices read, or no longer.")
         .def("input_squares", &input_squares,
              "By the name of the matrix: sums (n_matrices, n_in), and rows that were summed (n_matrices,).")
-        .def("set_tier", &set_tier, "tier"_a.none(), "What computes some experts beside the CPU, None for nothing.")
-        .def("forward", &forward, "texts"_a, "rows"_a, "logits"_a, "interrupts"_a)
+        .def("set_expert_device", &set_expert_device, "device"_a.none(),
+             "What computes some experts beside the CPU, None for nothing.")
+        .def("forward", &forward, "sequences"_a, "rows"_a, "logits"_a, "interrupts"_a)
         .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
              "layers"_a, "taps"_a.none(), "features"_a.none())
         .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
-             "Logits of some rows of a new text whose residual stream before a layer is known: x (n, n_embd).")
+             "Logits of some rows of a new sequence whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union, nb::call_guard<ReleasedGil>(),
-             "Bytes of the experts that the last pass wanted, each once, over bytes of those of one row; 0 without "
+             "Bytes of the experts that the last pass needed, each once, over bytes of those of one row; 0 without "
              "experts.")
         .def(
             "commit_experts",
-            [](Decoder& decoder, const TextState& state, const std::vector<int32_t>& path) {
+            [](Decoder& decoder, const SequenceState& state, const std::vector<int32_t>& path) {
                 decoder.commit_experts(state, path);
             },
             "state"_a, "path"_a,
-            "Before a text commits less than all of its pending rows: experts that only the others wanted in the last "
+            "Before a sequence commits less than all of its pending rows: experts that only the others needed in the "
+            "last "
             "pass have the recency that they had before it.")
         .def("interrupt", &Decoder::interrupt, "Stop the pass that runs, and those that wait.")
         .def_prop_ro("interrupts", &Decoder::interrupts, "How often interrupt was called.")
@@ -378,7 +381,7 @@ void bind_decoder(nb::module_& m) {
         .def_prop_ro("weight_bytes", [](const Decoder& decoder) { return decoder.weights().n_bytes(); })
         .def_prop_ro("activation_bytes", &Decoder::activation_bytes)
         .def_prop_ro("predictor", &Decoder::predictor, nb::rv_policy::reference_internal,
-                     "Of the experts that layers will want, None for a model without any.");
+                     "Of the experts that layers will need, None for a model without any.");
     bind_tuning(decoder);
 }
 

@@ -20,7 +20,7 @@ struct Source {
 Source packed_experts(std::shared_ptr<const ExpertLayout> layout, const FileName& path, uint64_t offset,
                       std::vector<std::string> names) {
     if (names.size() != static_cast<size_t>(layout->n_layers()))
-        throw nb::value_error("a name for each layer is wanted");
+        throw nb::value_error("expected a name for each layer");
     return {layout, std::make_unique<PackedExperts>(layout, path.bytes, offset, std::move(names)), 0};
 }
 
@@ -33,8 +33,7 @@ Source unpacked_experts(std::shared_ptr<const ExpertLayout> layout, const std::v
     for (int i = 0; i < layout->n_layers(); i++) {
         if (layout->layer(i).n_experts == 0) continue;
         for (const Matrix& matrix : layout->layer(i).parts) {
-            if (checked.size() == tensors.size())
-                throw nb::value_error("a tensor for each matrix of experts is wanted");
+            if (checked.size() == tensors.size()) throw nb::value_error("expected a tensor for each matrix of experts");
             const auto& [name, file, offset, stride, type, scale] = tensors[checked.size()];
             const Format format = format_of(type, matrix.n_in);
             checked.push_back(
@@ -63,10 +62,10 @@ void init_cache(DiskExperts* experts, Source& source, size_t n_bytes, int n_used
     new (experts) DiskExperts(source.layout, std::move(source.source), size);
 }
 
-std::pair<std::vector<int32_t>, int> begin(DiskExperts& experts, int layer, std::vector<int32_t> wanted) {
-    check_experts(experts.layout(), layer, wanted);
-    const int n_in_memory = experts.begin(layer, wanted);
-    return {std::move(wanted), n_in_memory};
+std::pair<std::vector<int32_t>, int> begin(DiskExperts& experts, int layer, std::vector<int32_t> needed) {
+    check_experts(experts.layout(), layer, needed);
+    const int n_in_memory = experts.begin(layer, needed);
+    return {std::move(needed), n_in_memory};
 }
 
 // None where it cannot be had.
@@ -164,7 +163,7 @@ void bind_disk_experts(nb::module_& m) {
         .def("__init__", &init_cache, "source"_a, "n_bytes"_a, "n_used"_a, "n_readers"_a,
              "n_bytes: of slots. Raises ValueError for less than least_bytes, MemoryError, OSError.")
         .def("begin_pass", &DiskExperts::begin_pass, without_gil)
-        .def("begin", &begin, "layer"_a, "wanted"_a, without_gil,
+        .def("begin", &begin, "layer"_a, "needed"_a, without_gil,
              "The experts in the order in which to compute them, and how many of them are in memory.")
         .def("wait", &wait, "layer"_a, "expert"_a,
              "The record, valid until done; None where it cannot be had: see error.")
@@ -177,16 +176,16 @@ void bind_disk_experts(nb::module_& m) {
             "layer"_a, "expert"_a, without_gil)
         .def(
             "hint",
-            [](DiskExperts& experts, int layer, const std::vector<int32_t>& wanted) {
-                check_experts(experts.layout(), layer, wanted);
-                experts.hint(layer, wanted);
+            [](DiskExperts& experts, int layer, const std::vector<int32_t>& needed) {
+                check_experts(experts.layout(), layer, needed);
+                experts.hint(layer, needed);
             },
-            "layer"_a, "experts"_a, without_gil, "Experts that a layer will probably want, the most probable first.")
+            "layer"_a, "experts"_a, without_gil, "Experts that a layer will probably need, the most probable first.")
         .def(
             "forget_use",
-            [](DiskExperts& experts, int layer, const std::vector<int32_t>& wanted) {
-                check_experts(experts.layout(), layer, wanted);
-                experts.forget_use(layer, wanted);
+            [](DiskExperts& experts, int layer, const std::vector<int32_t>& needed) {
+                check_experts(experts.layout(), layer, needed);
+                experts.forget_use(layer, needed);
             },
             "layer"_a, "experts"_a, without_gil, "Their recency is again what it was before the last pass.")
         .def("resize", &DiskExperts::resize, "n_bytes"_a, without_gil,
@@ -203,7 +202,7 @@ void bind_disk_experts(nb::module_& m) {
                 check_experts(experts.layout(), layer, {expert});
                 return experts.last_use({layer, expert});
             },
-            "layer"_a, "expert"_a, "The number of the pass that counts as the last one that wanted it; 0 for none.")
+            "layer"_a, "expert"_a, "The number of the pass that counts as the last one that needed it; 0 for none.")
         .def("presence", &presence, "(n_layers, most experts of a layer) uint8: 1 for those that are in memory.")
         .def_prop_ro("record_bytes", &record_bytes, "By layer, 0 for one without experts.")
         .def_prop_ro("is_direct", &DiskExperts::is_direct, "Whether reads go past the system's cache of files.")

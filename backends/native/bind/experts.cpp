@@ -66,7 +66,7 @@ std::pair<std::vector<int32_t>, std::vector<float>> route_one(const ExpertsConfi
                                                               Floats products, std::optional<Floats> selection_bias) {
     const size_t n = static_cast<size_t>(config.n_experts), n_used = static_cast<size_t>(config.n_used);
     if (products.size() != n || (selection_bias && selection_bias->size() != n)) {
-        throw nb::value_error("a product, and a bias, for each expert is wanted");
+        throw nb::value_error("expected a product and a bias for each expert");
     }
     std::vector<float> padded(round_up(n, kRows)), scores(n), weights(round_up(n_used, kRows));
     std::copy(products.data(), products.data() + n, padded.begin());
@@ -117,7 +117,7 @@ void bind_predictor(nb::module_& m) {
     const auto checked = [](const ExpertPredictor& predictor, int layer) {
         if (!predictor.has(layer)) throw nb::value_error("there is no such layer of experts");
     };
-    nb::class_<ExpertPredictor>(m, "ExpertPredictor", "Which experts layers will want; see experts/predictor.h.")
+    nb::class_<ExpertPredictor>(m, "ExpertPredictor", "Which experts layers will need; see experts/predictor.h.")
         .def(
             "set",
             [=](ExpertPredictor& predictor, int layer, int n) {
@@ -133,9 +133,9 @@ void bind_predictor(nb::module_& m) {
             [=](const ExpertPredictor& predictor, int layer) {
                 checked(predictor, layer);
                 const ExpertPredictor::Counts counts = predictor.counts(layer);
-                return std::pair(counts.predicted, counts.wanted);
+                return std::pair(counts.predicted, counts.needed);
             },
-            "layer"_a, "Experts that were predicted, and those of them that were wanted.");
+            "layer"_a, "Experts that were predicted, and those of them that were needed.");
 }
 
 }  // namespace

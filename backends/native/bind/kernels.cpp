@@ -45,7 +45,7 @@ public:
         if (x.shape(1) != n_in || y.shape(0) != n || y.shape(1) != static_cast<size_t>(matrix_.n_out)) {
             throw nb::value_error("x must be (n, n_in) and y (n, n_out)");
         }
-        std::vector<int8_t> q(n * n_in + kBehindInputs);
+        std::vector<int8_t> q(n * n_in + kPaddingInputs);
         std::vector<float> scales(n * (n_in / 32 + 1));
         std::vector<int32_t> sums(n * (n_in / 32 + 1)), centre16(n * n_in / 16 + 1), centre32(n * n_in / 32 + 1);
         std::vector<int16_t> sums16(n * n_in / 16 + 1), sums32(n * n_in / 32 + 1);
@@ -102,7 +102,7 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
     }
     const size_t n_tokens = static_cast<size_t>(n);
     std::vector<float> y(n_tokens * most_out), scales(n_tokens * (most_in / 32 + 1), 0.01f);
-    std::vector<int8_t> q(n_tokens * most_in + kBehindInputs);
+    std::vector<int8_t> q(n_tokens * most_in + kPaddingInputs);
     for (size_t i = 0; i < q.size(); i++) q[i] = static_cast<int8_t>(i * 37 % 255 - 127);
     std::vector<int32_t> sums(n_tokens * (most_in / 16 + 1), 5);
     std::vector<int16_t> short_sums(n_tokens * (most_in / 16 + 1), 5);
@@ -124,8 +124,8 @@ double seconds_of_products(const std::vector<const Matrix*>& matrices, const Ker
             of_matrix.n_in = m->n_in;
             const Tasks tasks(*m, n, pool.size(), kernels.at_once(n));
             pool.for_tasks(thread, tasks.count(), [&](int task) {
-                kernels.matmul(*m, of_matrix, n, tasks.first(task), tasks.last(task), tasks.behind(*m, task), y.data(),
-                               most_out);
+                kernels.matmul(*m, of_matrix, n, tasks.first(task), tasks.last(task), tasks.next_data(*m, task),
+                               y.data(), most_out);
             });
         }
     });

@@ -74,14 +74,14 @@ std::vector<std::tuple<std::string, bool, bool>> known_isas() {
 
 // Rows of n_in weights in another type, both as GGUF stores them.
 void rewrite_rows(int ggml_type, Bytes source, int n_in, int as, WritableBytes out) {
-    const Format of = format_of(ggml_type, n_in), wanted = format_of(as, n_in);
-    if (of == Format::I2_S || !can_write(wanted)) throw nb::value_error("rows of this type cannot be had in that one");
+    const Format of = format_of(ggml_type, n_in), target = format_of(as, n_in);
+    if (of == Format::I2_S || !can_write(target)) throw nb::value_error("rows of this type cannot be had in that one");
     const size_t row_bytes = matrix_source_bytes(ggml_type, 1, n_in), n_rows = source.size() / row_bytes;
     if (source.size() % row_bytes || out.size() != n_rows * matrix_source_bytes(as, 1, n_in)) {
         throw nb::value_error("source must be whole rows, and out have room for as many");
     }
     ReleasedGil release;
-    write_rows(of, source.data(), n_rows, n_in, wanted, out.data());
+    write_rows(of, source.data(), n_rows, n_in, target, out.data());
 }
 
 void bind_formats(nb::module_& m) {
@@ -157,7 +157,7 @@ NB_MODULE(_core, m) {
     bind_top_k(m);
     bind_weights(m);
     bind_config(m);
-    bind_text_state(m);
+    bind_sequence_state(m);
     bind_experts(m);
     bind_disk_experts(m);
     bind_decoder(m);

@@ -1,4 +1,4 @@
-"""A cache of experts that are read from disk when a pass wants them: opening one, and its memory."""
+"""A cache of experts that are read from disk when a pass needs them: opening one, and its memory."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class ExpertCache:
         self._predictor.observe(every)
 
     def predictions(self) -> list[tuple[int, int]]:
-        """By layer, how many experts were predicted, and how many of these were wanted."""
+        """By layer, how many experts were predicted, and how many of these were needed."""
         return [self._predictor.counts(layer) if n_bytes else (0, 0) for layer, n_bytes in enumerate(self.record_bytes)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """A layer will probably want these, the most probable first: they are read while nothing else is."""
+        """A layer will probably need these, the most probable first: they are read while nothing else is."""
         self._store.hint(layer, list(experts))
 
     def resize(self, n_bytes: int) -> int:
@@ -79,7 +79,7 @@ class ExpertCache:
         self._store.warm(list(experts))
 
     def forget_use(self, layer: int, experts: Sequence[int]) -> None:
-        """Only a rejected draft wanted these in the last pass: their recency is again what it was before."""
+        """Only a rejected draft needed these in the last pass: their recency is again what it was before."""
         self._store.forget_use(layer, list(experts))
 
 

@@ -79,27 +79,27 @@ DiskExperts::Entry& DiskExperts::entry(ExpertId id) {
 
 void DiskExperts::begin_pass() {
     const std::lock_guard lock(mutex_);
-    for (const ExpertId id : wanted_) {
-        if (entry(id).is_wanted) release(id);
+    for (const ExpertId id : needed_) {
+        if (entry(id).is_needed) release(id);
     }
-    wanted_.clear();
+    needed_.clear();
     demanded_.clear();
     error_.clear();
     before_pass_ = total();
     pass_++;
 }
 
-int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
+int DiskExperts::begin(int layer, std::span<int32_t> needed) {
     std::unique_lock lock(mutex_);
     layer_ = layer;
-    std::erase_if(wanted_, [this](ExpertId id) { return !entry(id).is_wanted; });
+    std::erase_if(needed_, [this](ExpertId id) { return !entry(id).is_needed; });
     int n_in_memory = 0;
-    for (const int32_t expert : wanted) {
-        want({layer, expert});
+    for (const int32_t expert : needed) {
+        require({layer, expert});
         n_in_memory += entry({layer, expert}).state == State::InMemory;
     }
     drop_hints(layer);
-    std::sort(wanted.begin(), wanted.end(), [&](int32_t a, int32_t b) {
+    std::sort(needed.begin(), needed.end(), [&](int32_t a, int32_t b) {
         const auto place = [&](int32_t expert) {
             const Entry& e = entry({layer, expert});
             const bool comes = e.state == State::Reading;
@@ -107,10 +107,10 @@ int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
         };
         return place(a) < place(b);
     });
-    for (const int32_t expert : wanted) {
+    for (const int32_t expert : needed) {
         if (entry({layer, expert}).state == State::Queued) demanded_.push_back({layer, expert});
     }
-    stats_of(layer).lookups += wanted.size();
+    stats_of(layer).lookups += needed.size();
     stats_of(layer).hits += static_cast<size_t>(n_in_memory);
     const bool is_read = has_reads();
     lock.unlock();
@@ -118,15 +118,15 @@ int DiskExperts::begin(int layer, std::span<int32_t> wanted) {
     return n_in_memory;
 }
 
-void DiskExperts::want(ExpertId id) {
+void DiskExperts::require(ExpertId id) {
     Entry& e = entry(id);
-    if (e.state == State::InMemory && !e.is_wanted) recency_.remove(id);
+    if (e.state == State::InMemory && !e.is_needed) recency_.remove(id);
     if (e.state == State::Absent) e.state = State::Queued;
     recency_.use(id, pass_);
     stats_of(id.layer).useful += e.is_prefetched;
     e.is_prefetched = false;
-    e.is_wanted = true;
-    wanted_.push_back(id);
+    e.is_needed = true;
+    needed_.push_back(id);
 }
 
 const uint8_t* DiskExperts::wait(int layer, int expert, const std::function<bool()>& give_up) {
@@ -154,14 +154,14 @@ const uint8_t* DiskExperts::wait(int layer, int expert, const std::function<bool
 
 void DiskExperts::done(int layer, int expert) {
     const std::lock_guard lock(mutex_);
-    if (entry({layer, expert}).is_wanted) release({layer, expert});
+    if (entry({layer, expert}).is_needed) release({layer, expert});
     if (has_reads()) to_read_.notify_one();
 }
 
 // What is being read becomes a candidate when it arrives.
 void DiskExperts::release(ExpertId id) {
     Entry& e = entry(id);
-    e.is_wanted = false;
+    e.is_needed = false;
     if (e.state == State::InMemory) recency_.add(id);
     if (e.state == State::Queued) e.state = State::Absent;
 }
@@ -183,7 +183,7 @@ void DiskExperts::hint(int layer, std::span<const int32_t> experts) {
     for (const int32_t expert : experts) {
         const ExpertId id{layer, expert};
         Entry& e = entry(id);
-        if (e.state == State::InMemory && !e.is_wanted) {  // it is to stay
+        if (e.state == State::InMemory && !e.is_needed) {  // it is to stay
             recency_.remove(id);
             recency_.use(id, pass_);
             recency_.add(id);
@@ -195,7 +195,7 @@ void DiskExperts::hint(int layer, std::span<const int32_t> experts) {
     if (!hinted_.empty()) to_read_.notify_one();
 }
 
-// The layer has come: what it wants is read anyway.
+// The layer has come: what it needs is read anyway.
 void DiskExperts::drop_hints(int layer) {
     std::erase_if(hinted_, [&](ExpertId id) {
         if (id.layer != layer) return false;
@@ -363,14 +363,14 @@ void DiskExperts::end_read(ExpertId id) {
     if (!failure) {
         e.state = State::InMemory;
         e.record.store(e.slot, std::memory_order_release);
-        if (!e.is_wanted) recency_.add(id);
+        if (!e.is_needed) recency_.add(id);
         stats_of(id.layer).reads++;
         stats_of(id.layer).bytes_read += e.n_read;
     } else {
         slots_.give_back(id.layer, e.slot);
         e.state = State::Absent;
         e.is_prefetched = false;
-        if (e.is_wanted && error_.empty()) error_ = *failure;
+        if (e.is_needed && error_.empty()) error_ = *failure;
     }
     trim(id.layer);
     arrived_.notify_all();

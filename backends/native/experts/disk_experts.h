@@ -1,8 +1,8 @@
-// A cache of the experts that a file holds: experts that a pass wants are read while it computes others.
+// A cache of the experts that a file holds: experts that a pass needs are read while it computes others.
 //
-// An expert is absent, queued, being read, or in memory; what a pass wants stays in memory until it is done. Reads that a
+// An expert is absent, queued, being read, or in memory; what a pass needs stays in memory until it is done. Reads that a
 // pass waits for come first, then hints, then what is read ahead of the first pass. A read gets its slot when it begins,
-// so where a layer wants more experts than there are slots, each that is done makes room for the next. The readers read
+// so where a layer needs more experts than there are slots, each that is done makes room for the next. The readers read
 // an expert together, piece by piece, and then the next one: the first of several is there early.
 #pragma once
 
@@ -27,7 +27,7 @@
 #include "experts/stats.h"
 #include "experts/store.h"
 
-// n_bytes: of slots.  n_used: experts that a token wants of a layer.
+// n_bytes: of slots.  n_used: experts that a token needs of a layer.
 struct ExpertCacheSize {
     size_t n_bytes;
     int n_used;
@@ -51,7 +51,7 @@ public:
     void resize(size_t n_bytes);
 
     void begin_pass() override;
-    int begin(int layer, std::span<int32_t> wanted) override;
+    int begin(int layer, std::span<int32_t> needed) override;
     const uint8_t* wait(int layer, int expert, const std::function<bool()>& give_up) override;
     void done(int layer, int expert) override;
     void hint(int layer, std::span<const int32_t> experts) override;
@@ -65,7 +65,7 @@ public:
     // All layers together, since the last begin_pass.
     ExpertLayerStats pass_stats() const;
     std::vector<ExpertId> in_memory() const;
-    // The pass that counts as the last one that wanted it, from 1 on; 0 for none.
+    // The pass that counts as the last one that needed it, from 1 on; 0 for none.
     uint64_t last_use(ExpertId id) const;
     bool is_direct() const { return source_->is_direct(); }
 
@@ -80,9 +80,9 @@ private:
         std::unique_ptr<std::string> failure;  // of the first piece that failed
         int failed_piece = 0;
         State state = State::Absent;
-        bool is_wanted = false;
+        bool is_needed = false;
         bool is_hinted = false;      // stands among the hints
-        bool is_prefetched = false;  // came so, and no pass wanted it yet
+        bool is_prefetched = false;  // came so, and no pass needed it yet
     };
 
     struct Piece {
@@ -95,7 +95,7 @@ private:
     ExpertLayerStats& stats_of(int layer) { return stats_[static_cast<size_t>(layer)]; }
 
     // All of these are called with the lock.
-    void want(ExpertId id);
+    void require(ExpertId id);
     void release(ExpertId id);
     void drop_hints(int layer);
     bool has_reads() const { return open_ || !demanded_.empty() || !hinted_.empty() || !warm_.empty(); }
@@ -126,7 +126,7 @@ private:
     std::vector<Entry> entries_;
     std::deque<ExpertId> demanded_, hinted_, warm_;
     std::optional<Piece> open_;     // the next piece of a read that has begun
-    std::vector<ExpertId> wanted_;  // of the layers of this pass so far that are not over
+    std::vector<ExpertId> needed_;  // of the layers of this pass so far that are not over
     std::vector<ExpertLayerStats> stats_;
     ExpertLayerStats before_pass_;  // of all layers
     std::string error_;

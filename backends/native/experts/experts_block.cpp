@@ -92,7 +92,7 @@ void ExpertsBlock::run(const Pass& pass, int thread) const {
     score(pass, thread, inputs);
     if (!pass.alone()) choose(pass, thread);
     if (pass.squares) record_inputs(pass, thread, inputs);
-    pass.tier ? compute_with_tier(pass, thread, inputs) : compute(pass, thread, inputs);
+    pass.expert_device ? compute_with_device(pass, thread, inputs) : compute(pass, thread, inputs);
     if (pass.squares) record_inputs_of_down(pass, thread);
     combine(pass, thread, inputs);
 }
@@ -107,8 +107,8 @@ void ExpertsBlock::record_inputs(const Pass& pass, int thread, const Inputs& inp
 void ExpertsBlock::record_inputs_of_down(const Pass& pass, int thread) const {
     const ExpertRows& b = pass.b.experts;
     pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff), [&](int part) {
-        const bool is_taken = pass.tier && !pass.tier->taken.empty();
-        const int n_places = is_taken ? pass.tier->taken.front().first_row : pass.n * config_.n_used;
+        const bool is_taken = pass.expert_device && !pass.expert_device->taken.empty();
+        const int n_places = is_taken ? pass.expert_device->taken.front().first_row : pass.n * config_.n_used;
         const InputSquares::ExpertRowsOf rows{b.chosen_of(number_), b.place, pass.n, config_.n_used, n_places};
         pass.squares->add_experts(index_, true, rows, b.gate, b.ld_ff, part);
     });
@@ -125,7 +125,8 @@ void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& inputs) con
     const Tasks tasks(router_, pass.n, pass.pool.size(), pass.kernels.at_once(pass.n));
     pass.for_tasks(thread, tasks.count(), [&](int task) {
         const int first = tasks.first(task), last = tasks.last(task);
-        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.behind(router_, task), b.router, b.ld_router);
+        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.next_data(router_, task), b.router,
+                            b.ld_router);
         add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
         if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < tasks.count()) return;
         choose_for(pass, thread, 0);
@@ -150,7 +151,7 @@ void ExpertsBlock::choose_for(const Pass& pass, int thread, int row) const {
     std::copy(weights, weights + n_used, b.weights + r * n_used);
 }
 
-// Puts the rows of the pass that want the same expert together, and cuts the work. One thread, when all rows have chosen.
+// Puts the rows of the pass that need the same expert together, and cuts the work. One thread, when all rows have chosen.
 void ExpertsBlock::group(const Pass& pass) const {
     const ExpertRows& b = pass.b.experts;
     b.n_routed->store(0, std::memory_order_relaxed);
@@ -158,24 +159,24 @@ void ExpertsBlock::group(const Pass& pass) const {
     const int n_chosen = pass.n * config_.n_used;
     std::fill(b.counts, b.counts + config_.n_experts, 0);
     for (int i = 0; i < n_chosen; i++) b.counts[chosen[i]]++;
-    int n_wanted = 0;
+    int n_needed = 0;
     for (int e = 0; e < config_.n_experts; e++) {
-        if (b.counts[e]) b.wanted[n_wanted++] = e;
+        if (b.counts[e]) b.needed[n_needed++] = e;
     }
-    const std::span<int32_t> wanted(b.wanted, static_cast<size_t>(n_wanted));
-    predictor_.check(index_, wanted);
-    const int n_own = pass.tier ? pass.tier->choose(index_, wanted, b.counts) : n_wanted;
+    const std::span<int32_t> needed(b.needed, static_cast<size_t>(n_needed));
+    predictor_.check(index_, needed);
+    const int n_own = pass.expert_device ? pass.expert_device->choose(index_, needed, b.counts) : n_needed;
     b.tasks->clear();
     const int n_shared = config_.n_ff_shared ? 1 : 0;
-    const int n_ready = store_.begin(index_, wanted.first(static_cast<size_t>(n_own))) + n_shared;
+    const int n_ready = store_.begin(index_, needed.first(static_cast<size_t>(n_own))) + n_shared;
     if (n_shared) b.tasks->add(ExpertWork::kShared, pass.n, 0, nullptr, shared_gate_, shared_up_, shared_down_);
     int first = 0;
-    for (int i = 0; i < n_wanted; i++) {
-        const int expert = b.wanted[i], n_rows = b.counts[expert];
+    for (int i = 0; i < n_needed; i++) {
+        const int expert = b.needed[i], n_rows = b.counts[expert];
         if (i < n_own) {
             add_work(pass, expert, n_rows, first);
         } else {
-            pass.tier->taken.push_back({expert, n_rows, first});
+            pass.expert_device->taken.push_back({expert, n_rows, first});
         }
         b.counts[expert] = first;
         first += n_rows;
@@ -186,7 +187,7 @@ void ExpertsBlock::group(const Pass& pass) const {
         b.column[place] = i / config_.n_used;
     }
     b.tasks->plan(n_ready, pass.pool.size(), pass.kernels);
-    if (pass.tier && pass.tier->has_raised()) pass.stop();
+    if (pass.expert_device && pass.expert_device->has_raised()) pass.stop();
 }
 
 void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_row) const {
@@ -197,7 +198,7 @@ void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_
 
 // ---- experts -------------------------------------------------------------------------------------------------------
 
-// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for. With many
+// What the next layer will need is predicted while nothing else can be done, or at once if nothing is waited for. With many
 // rows the disk would have nothing to do for long: at once too.
 void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertTasks& tasks = *pass.b.experts.tasks;
@@ -216,32 +217,32 @@ void ExpertsBlock::run_task(const Pass& pass, int thread, int task, const Inputs
 
 // The CPU's experts while the device computes what it took; then those with which the device failed. These are three
 // phases whatever happens: a late thread must find as many as the others.
-void ExpertsBlock::compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const {
+void ExpertsBlock::compute_with_device(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertRows& b = pass.b.experts;
     const ExpertTasks& tasks = *b.tasks;
     pass.for_tasks(thread, 1 + tasks.count(), [&](int i) {
         if (i > 0) return run_task(pass, thread, i - 1, inputs);
-        if (pass.tier->taken.empty()) return;
-        pass.tier->start(index_, b.column, inputs.x, inputs.ldx);
-        if (pass.tier->has_raised()) pass.stop();
+        if (pass.expert_device->taken.empty()) return;
+        pass.expert_device->start(index_, b.column, inputs.x, inputs.ldx);
+        if (pass.expert_device->has_raised()) pass.stop();
     });
-    pass.for_tasks(thread, 1, [&](int) { finish_tier(pass); });
+    pass.for_tasks(thread, 1, [&](int) { finish_device(pass); });
     pass.for_tasks(thread, std::max(1, tasks.count()), [&](int i) {
         if (i < tasks.count()) run_task(pass, thread, i, inputs);
     });
 }
 
 // Outputs of the device; or the work on what it took, anew, if it failed.
-void ExpertsBlock::finish_tier(const Pass& pass) const {
+void ExpertsBlock::finish_device(const Pass& pass) const {
     const ExpertRows& b = pass.b.experts;
     b.tasks->clear();
-    std::vector<ExpertTier::Taken>& taken = pass.tier->taken;
-    if (taken.empty() || pass.tier->finish(b.out, pass.b.ld_embd)) return;
-    if (pass.tier->has_raised()) return pass.stop();
-    for (size_t i = 0; i < taken.size(); i++) b.wanted[i] = taken[i].expert;
-    const std::span<int32_t> wanted(b.wanted, taken.size());
-    const int n_ready = store_.begin(index_, wanted);
-    for (const int32_t expert : wanted) {
+    std::vector<ExpertDevice::Taken>& taken = pass.expert_device->taken;
+    if (taken.empty() || pass.expert_device->finish(b.out, pass.b.ld_embd)) return;
+    if (pass.expert_device->has_raised()) return pass.stop();
+    for (size_t i = 0; i < taken.size(); i++) b.needed[i] = taken[i].expert;
+    const std::span<int32_t> needed(b.needed, taken.size());
+    const int n_ready = store_.begin(index_, needed);
+    for (const int32_t expert : needed) {
         const auto found = std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.expert == expert; });
         add_work(pass, expert, found->n_rows, found->first_row);
     }

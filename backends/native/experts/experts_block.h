@@ -35,11 +35,11 @@ private:
     void group(const Pass& pass) const;
     void add_work(const Pass& pass, int expert, int n_rows, int first_row) const;
     void add_shared(const Pass& pass) const;
-    void add_rows_of(const Pass& pass, const int32_t* wanted, int n_wanted) const;
+    void add_rows_of(const Pass& pass, const int32_t* needed, int n_needed) const;
     void compute(const Pass& pass, int thread, const Inputs& inputs) const;
-    void compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const;
+    void compute_with_device(const Pass& pass, int thread, const Inputs& inputs) const;
     void run_task(const Pass& pass, int thread, int task, const Inputs& inputs) const;
-    void finish_tier(const Pass& pass) const;
+    void finish_device(const Pass& pass) const;
     void gate_and_up(const Pass& pass, int thread, const ExpertTask& task, const Inputs& inputs) const;
     void down(const Pass& pass, int thread, const ExpertTask& task) const;
     bool find_record(const Pass& pass, int thread, ExpertWork& work) const;

@@ -23,30 +23,25 @@ EXPERT_TYPES = MATRIX_TYPES - {GGMLType.I2_S}  # which has one scale for all row
 
 
 class ExpertSlice(NamedTuple):
-    """Where a matrix of an expert lies. part: which file of the model.  offset, n_bytes: in that file.
+    """Where a matrix of an expert lies."""
 
-    name: of the tensor it is a part of.
-    """
-
-    part: int
+    part: int  # which file of the model
+    # offset, n_bytes: in that file
     offset: int
     n_bytes: int
-    name: str
+    name: str  # of the tensor it is a part of
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The matrices of one role of all experts of a layer.
-
-    shape: (n_out, n_in) of one expert's.  packed_as: see Packing.format_of.  first_byte, n_bytes: of expert 0 in the
-    tensor; those of the next one come expert_bytes later.
-    """
+    """The matrices of one role of all experts of a layer."""
 
     role: ExpertRole
     name: str
     type: GGMLType
-    packed_as: int
-    shape: tuple[int, int]
+    packed_as: int  # see Packing.format_of
+    shape: tuple[int, int]  # (n_out, n_in) of one expert's
+    # first_byte, n_bytes: of expert 0 in the tensor; those of the next one come expert_bytes later
     first_byte: int
     n_bytes: int
     expert_bytes: int
@@ -72,20 +67,20 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of a layer. parts: gate, up, down."""
+    """The experts of a layer."""
 
     index: int
     n_experts: int
     n_used: int
-    parts: tuple[ExpertPart, ExpertPart, ExpertPart]
+    parts: tuple[ExpertPart, ExpertPart, ExpertPart]  # gate, up, down
 
 
 @dataclass(frozen=True)
 class ModelExperts:
-    """The experts of a model.  layers: those that have any, in order.  layout: of their records."""
+    """The experts of a model."""
 
-    layers: tuple[ExpertLayer, ...]
-    layout: _core.ExpertLayout
+    layers: tuple[ExpertLayer, ...]  # those that have any, in order
+    layout: _core.ExpertLayout  # of their records
 
     @property
     def n_bytes(self) -> int:
@@ -103,7 +98,7 @@ class ModelExperts:
 
     @property
     def n_used(self) -> int:
-        """Experts that a token wants of a layer at most."""
+        """Experts that a token needs of a layer at most."""
         return max((each.n_used for each in self.layers), default=0)
 
     @property
@@ -134,10 +129,10 @@ def experts_of(model: ModelFile, spec: ModelSpec, packing: Packing) -> ModelExpe
 
 
 def _check_room(model: ModelFile, index: int, block: Experts) -> None:
-    """Raises UnsupportedModel where a token wants more experts, or chooses from more groups, than there is room for."""
+    """Raises UnsupportedModel where a token needs more experts, or chooses from more groups, than there is room for."""
     if block.n_used > _core.MOST_EXPERTS_USED or block.n_groups > _core.MOST_EXPERT_GROUPS:
         raise UnsupportedModel(
-            f"{model.path}: a token wants {block.n_used} experts of layer {index}, in {block.n_groups} groups; the "
+            f"{model.path}: a token uses {block.n_used} experts of layer {index}, in {block.n_groups} groups; the "
             f"native engine takes {_core.MOST_EXPERTS_USED} experts and {_core.MOST_EXPERT_GROUPS} groups at most"
         )
 

@@ -18,7 +18,7 @@ void ExpertPredictor::set(int layer, int n) { at(layer).n.store(n, std::memory_o
 
 ExpertPredictor::Counts ExpertPredictor::counts(int layer) const {
     const Layer& of = at(layer);
-    return {of.n_predicted.load(std::memory_order_relaxed), of.n_wanted.load(std::memory_order_relaxed)};
+    return {of.n_predicted.load(std::memory_order_relaxed), of.n_needed.load(std::memory_order_relaxed)};
 }
 
 // All threads of a pass must agree on what there is to do, so settings are looked at only here.
@@ -31,23 +31,23 @@ void ExpertPredictor::begin_pass() {
     }
 }
 
-void ExpertPredictor::check(int layer, std::span<const int32_t> wanted) {
+void ExpertPredictor::check(int layer, std::span<const int32_t> needed) {
     Layer& of = at(layer);
     if (of.predicted.empty()) return;
-    const auto is_wanted = [&](int32_t e) { return std::find(wanted.begin(), wanted.end(), e) != wanted.end(); };
-    const auto n_wanted = std::count_if(of.predicted.begin(), of.predicted.end(), is_wanted);
+    const auto is_needed = [&](int32_t e) { return std::find(needed.begin(), needed.end(), e) != needed.end(); };
+    const auto n_needed = std::count_if(of.predicted.begin(), of.predicted.end(), is_needed);
     of.n_predicted.fetch_add(of.predicted.size(), std::memory_order_relaxed);
-    of.n_wanted.fetch_add(static_cast<uint64_t>(n_wanted), std::memory_order_relaxed);
+    of.n_needed.fetch_add(static_cast<uint64_t>(n_needed), std::memory_order_relaxed);
 }
 
 bool ExpertPredictor::has_work(const Pass& pass, int layer) const {
     if (at(layer).next == kNone) return false;
     const Layer& next = at(at(layer).next);
-    return pass.n <= kPredictedRows ? next.n_in_pass > 0 || is_observed_ : wants_most(pass, next);
+    return pass.n <= kPredictedRows ? next.n_in_pass > 0 || is_observed_ : needs_most(pass, next);
 }
 
-// Whether so many rows want most of the experts: were each as probable as the others, all but 2 %.
-bool ExpertPredictor::wants_most(const Pass& pass, const Layer& layer) {
+// Whether so many rows need most of the experts: were each as probable as the others, all but 2 %.
+bool ExpertPredictor::needs_most(const Pass& pass, const Layer& layer) {
     return pass.n * layer.router.config.n_used >= 4 * layer.router.config.n_experts;
 }
 
@@ -75,7 +75,7 @@ void ExpertPredictor::predict_rows(const Pass& pass, Layer& layer, int n) {
     }
 }
 
-// The experts that some of the rows will probably want, those of most rows first. A sample: rows past a few hundred add
+// The experts that some of the rows will probably need, those of most rows first. A sample: rows past a few hundred add
 // hardly any expert, and each takes a reading of the router.
 void ExpertPredictor::predict_many(const Pass& pass, const Layer& layer) {
     constexpr int kMostSampled = 256;

@@ -25,7 +25,7 @@ void ExpertRecency::forget(ExpertId id, uint64_t pass) {
     if (was_candidate) add(id);
 }
 
-// Its place is mostly near the end: most candidates come fresh from the pass that wanted them.
+// Its place is mostly near the end: most candidates come fresh from the pass that needed them.
 void ExpertRecency::add(ExpertId id) {
     Layer& layer = layers_[static_cast<size_t>(id.layer)];
     Entry& e = entry(id);
@@ -52,8 +52,8 @@ void ExpertRecency::remove(ExpertId id) {
     (e.next == kNone ? layer.newest : entry({id.layer, e.next}).previous) = e.previous;
 }
 
-// Layers behind the present one were computed in one pass fewer: there, what the pass before this one wanted is as recent
-// as what this one wants of the layers that it has gone through.
+// Layers after the present one were computed in one pass fewer: there, what the pass before this one needed is as recent
+// as what this one needs of the layers that it has gone through.
 std::optional<ExpertId> ExpertRecency::oldest(std::span<const int> layers, int present_layer) const {
     const int n_layers = static_cast<int>(layers_.size());
     std::optional<ExpertId> found;

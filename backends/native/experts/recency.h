@@ -1,7 +1,7 @@
-// Which expert to evict: the one that was not wanted the largest number of times that its layer was computed since its
+// Which expert to evict: the one that was not needed the largest number of times that its layer was computed since its
 // last use. Of equals it is one of the layer that comes last in the cycle of layers from the present one on; in a layer
-// the one with the lowest index. Plain LRU evicts in the order of layers: a cache smaller than what one token wants would
-// evict each expert just before it is wanted again.
+// the one with the lowest index. Plain LRU evicts in the order of layers: a cache smaller than what one token needs would
+// evict each expert just before it is needed again.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ class ExpertRecency {
 public:
     explicit ExpertRecency(const ExpertLayout& layout);
 
-    // A pass wants an expert, which is no candidate. Passes ascend from 1.
+    // A pass needs an expert, which is no candidate. Passes ascend from 1.
     void use(ExpertId id, uint64_t pass);
     // Undoes that, also for a candidate.
     void forget(ExpertId id, uint64_t pass);
-    // The pass that wanted it last, 0 for none.
+    // The pass that needed it last, 0 for none.
     uint64_t last_use(ExpertId id) const { return entry(id).last; }
 
     // It may be evicted from now on, or no longer.

@@ -40,7 +40,7 @@ public:
         : ExpertStore(records->layout()), records_(std::move(records)), data_(records_->data()) {}
 
     void begin_pass() override { records_->wait_until_mapped(); }
-    int begin(int, std::span<int32_t> wanted) override { return static_cast<int>(wanted.size()); }
+    int begin(int, std::span<int32_t> needed) override { return static_cast<int>(needed.size()); }
     const uint8_t* wait(int layer, int expert, const std::function<bool()>&) override {
         return data_ + layout().layer(layer).first_byte_of(expert);
     }

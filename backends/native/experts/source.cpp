@@ -59,7 +59,7 @@ size_t ExpertSource::read_range(const DirectFile& file, const std::string& path,
                                  std::to_string(offset) + ": " + reason);
     };
     const uint64_t first = round_down(offset), last = round_up(offset + n_bytes);
-    const uint64_t wanted = offset + n_bytes - first;
+    const uint64_t expected = offset + n_bytes - first;
     size_t n_read = 0;
     try {
         const Reading reading(clock_);
@@ -68,7 +68,7 @@ size_t ExpertSource::read_range(const DirectFile& file, const std::string& path,
     } catch (const std::system_error& error) {
         fail("cannot be read: " + error.code().message());
     }
-    if (n_read < wanted) {
+    if (n_read < expected) {
         const uint64_t there = n_read < offset - first ? 0 : n_read - (offset - first);
         fail("only " + std::to_string(there) + " of " + std::to_string(n_bytes) + " bytes could be read");
     }
@@ -114,7 +114,7 @@ UnpackedExperts::UnpackedExperts(std::shared_ptr<const ExpertLayout> layout, con
         if (this->layout().layer(i).n_experts == 0) continue;
         for (const Matrix& matrix : this->layout().layer(i).parts) {
             if (n_tensors == tensors_.size())
-                throw std::invalid_argument("a tensor for each matrix of experts is wanted");
+                throw std::invalid_argument("expected a tensor for each matrix of experts");
             const ExpertTensor& tensor = tensors_[n_tensors++];
             if (tensor.file < 0 || tensor.file >= static_cast<int>(paths.size()) ||
                 !can_pack(tensor.format, matrix.format)) {

@@ -88,7 +88,7 @@ struct ExpertTensor {
 class UnpackedExperts : public ExpertSource {
 public:
     // tensors: kExpertParts of each layer that has experts, in their order. Throws std::runtime_error if a file cannot be
-    // opened, std::invalid_argument for a tensor that cannot be packed as the layout wants it.
+    // opened, std::invalid_argument for a tensor that cannot be packed as the layout needs it.
     UnpackedExperts(std::shared_ptr<const ExpertLayout> layout, const std::vector<std::string>& paths,
                     std::vector<ExpertTensor> tensors);
 

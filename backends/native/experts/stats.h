@@ -5,13 +5,13 @@
 #include <vector>
 
 struct ExpertLayerStats {
-    uint64_t lookups = 0;  // experts that passes wanted
+    uint64_t lookups = 0;  // experts that passes needed
     uint64_t hits = 0;     // of these, in memory
     uint64_t reads = 0;    // experts read
     uint64_t bytes_read = 0;
     uint64_t evictions = 0;
     uint64_t prefetches = 0;     // reads that nobody waited for when they began
-    uint64_t useful = 0;         // of these, wanted before they were evicted
+    uint64_t useful = 0;         // of these, needed before they were evicted
     uint64_t dropped = 0;        // hints that were too late, or for which there was no room
     double seconds_waited = 0;   // by threads that compute
     double seconds_stalled = 0;  // in which at least one of them waited

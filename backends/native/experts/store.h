@@ -1,6 +1,6 @@
 // Where a pass finds the experts of its layers: all of them in memory, or a cache of those that a file holds.
 //
-// A pass goes through the layers in order. In each it calls begin once with the experts that its rows want; then its
+// A pass goes through the layers in order. In each it calls begin once with the experts that its rows need; then its
 // threads wait for each of these experts, use its record, and say done. Results do not depend on the order in which
 // records arrive.
 #pragma once
@@ -22,22 +22,22 @@ public:
 
     const ExpertLayout& layout() const { return *layout_; }
 
-    // A pass begins: one thread, before its first layer. What an earlier pass left waiting is given up.
+    // A pass begins: one thread, before its first layer. What an earlier pass left waiting is dropped.
     virtual void begin_pass() {}
-    // One thread, before the experts of a layer are computed. wanted: experts of that layer, each once. It puts them into
+    // One thread, before the experts of a layer are computed. needed: experts of that layer, each once. It puts them into
     // the order in which to compute them, those in memory first, then as they will arrive; gives how many are in memory.
-    virtual int begin(int layer, std::span<int32_t> wanted) = 0;
-    // Any thread: the record of a wanted expert, as soon as it is in memory. Null if it cannot be read, see error(), or if
+    virtual int begin(int layer, std::span<int32_t> needed) = 0;
+    // Any thread: the record of a needed expert, as soon as it is in memory. Null if it cannot be read, see error(), or if
     // give_up, called every few milliseconds meanwhile, says so. At least two experts that were begun can be in memory
     // together: an expert is waited for only when all that come two places or more before it are done or in work.
     virtual const uint8_t* wait(int layer, int expert, const std::function<bool()>& give_up) = 0;
-    // Any thread, once for each wanted expert: nothing reads its record any more in this pass.
+    // Any thread, once for each needed expert: nothing reads its record any more in this pass.
     virtual void done(int layer, int expert) = 0;
-    // Experts that a layer will probably want soon, the most probable first. Read when nothing else is.
+    // Experts that a layer will probably need soon, the most probable first. Read when nothing else is.
     virtual void hint(int layer, std::span<const int32_t> experts) {
         static_cast<void>(layer), static_cast<void>(experts);
     }
-    // Between passes: the last one should not have wanted these experts, because only a draft that was rejected did; their
+    // Between passes: the last one should not have needed these experts, because only a draft that was rejected did; their
     // recency is again what it was before.
     virtual void forget_use(int layer, std::span<const int32_t> experts) {
         static_cast<void>(layer), static_cast<void>(experts);

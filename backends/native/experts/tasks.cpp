@@ -15,8 +15,8 @@ int groups_of_task(const Matrix& w, size_t group_bytes, int n_rows, int least_ta
     const size_t bytes = prefetch.task ? std::max(kStream, static_cast<size_t>(prefetch.task)) : kInCache;
     const int n_groups = w.n_groups(), together = std::min(prefetch.at_once, at_once);
     const int most = std::min({kMostTaskGroups, n_groups, std::max(1, n_groups / least_tasks)});
-    const int wanted = std::clamp(static_cast<int>(bytes / group_bytes), 1, most);
-    const int even = tasks_of(n_groups, tasks_of(n_groups, wanted));  // as large as each other
+    const int desired = std::clamp(static_cast<int>(bytes / group_bytes), 1, most);
+    const int even = tasks_of(n_groups, tasks_of(n_groups, desired));  // as large as each other
     return std::min(kMostTaskGroups, tasks_of(even, together) * together);
 }
 
@@ -41,7 +41,7 @@ ExpertWork& ExpertTasks::add(int expert, int n_rows, int first_row, const int32_
     return work;
 }
 
-// The down product of a network comes behind the first products of the next one, so that nobody waits for them; but not
+// The down product of a network comes after the first products of the next one, so that nobody waits for them; but not
 // if the next one may have to be waited for.
 void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
     constexpr int kTasksEach = 8;  // that a thread gets at least
@@ -72,9 +72,9 @@ void ExpertTasks::add_segment(int work, bool is_down) {
 }
 
 ExpertTask ExpertTasks::at(int task) const {
-    const Segment* behind = std::upper_bound(segments_.get(), segments_.get() + n_segments_, task,
-                                             [](int t, const Segment& s) { return t < s.first_task; });
-    const Segment& segment = behind[-1];
+    const Segment* after = std::upper_bound(segments_.get(), segments_.get() + n_segments_, task,
+                                            [](int t, const Segment& s) { return t < s.first_task; });
+    const Segment& segment = after[-1];
     const ExpertWork& work = works_[segment.work];
     const int each = segment.is_down ? work.groups_of_down : work.groups_of_up;
     const int n_groups = (segment.is_down ? work.down : work.gate)->n_groups();

@@ -17,7 +17,7 @@ struct ExpertWork {
     static constexpr int kShared = -1;
 
     int expert;                           // its index in the layer, or kShared
-    int n_rows;                           // that want it
+    int n_rows;                           // that need it
     int first_row;                        // of them in the arrays of ExpertRows
     const int32_t* columns;               // (n_rows,) which rows of the pass they are; null for all of them
     const Matrix *gate, *up, *down;       // data is null for experts: see record

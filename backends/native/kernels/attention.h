@@ -328,13 +328,12 @@ EI_INLINE void for_segments(int first, int last, const F& f) {
     }
 }
 
-// Adds what the bias of the keys gives at each position, see KeyTurns. The turned offset goes to the row's sum meanwhile.
-void add_offsets(const KeyTurns& turns, const AttentionRow& row) {
-    const int ld = turns.ld;
+// Adds what the bias of the keys gives at each position, see RopeTables. Scratch for the turned offset is the row's sum.
+void add_offsets(const RopeTables& rope, const AttentionRow& row) {
+    const int ld = rope.ld;
     const float *a = row.offset, *b = row.offset + ld;
     for (int tile = row.first / 16; 16 * tile < row.n_past + row.n_path; tile++) {
-        const float *cosine = turns.tiles + static_cast<size_t>(tile) * 2 * static_cast<size_t>(ld),
-                    *sine = cosine + ld;
+        const float *cosine = rope.tiles + static_cast<size_t>(tile) * 2 * static_cast<size_t>(ld), *sine = cosine + ld;
         for (int m = 0; m < ld; m += 16) {
             const F32 am = load_f32(a + m), bm = load_f32(b + m), c = load_f32(cosine + m), s = load_f32(sine + m);
             store_f32(row.sum + m, fma_f32(bm, s, mul_f32(am, c)));
@@ -342,7 +341,7 @@ void add_offsets(const KeyTurns& turns, const AttentionRow& row) {
         }
         F32 sum[4] = {set_f32(row.offset[2 * ld]), set_f32(0.0f), set_f32(0.0f), set_f32(0.0f)};
         for (int m = 0; m < ld; m += 2) {
-            const float* lanes = turns.within + 32 * m;
+            const float* lanes = rope.within + 32 * m;
             sum[0] = fma_f32(load_f32(lanes), set_f32(row.sum[m]), sum[0]);
             sum[1] = fma_f32(load_f32(lanes + 16), set_f32(row.sum[ld + m]), sum[1]);
             sum[2] = fma_f32(load_f32(lanes + 32), set_f32(row.sum[m + 1]), sum[2]);
@@ -361,7 +360,7 @@ inline void soft_max_rows(const Attention& a, float* scale) {
         const int n = row.n_past + row.n_path;
         for (int i = 0; i < row.n_path; i++)
             row.scores[row.n_past + i] = row.scores[row.path[i]];  // slots to positions
-        if (row.offset) add_offsets(a.turns, row);
+        if (row.offset) add_offsets(a.rope, row);
         if (a.soft_cap != 0.0f) scale_and_cap(row.scores + row.first, n - row.first, 1.0f, a.soft_cap);
         scale[r] = soft_max(row.scores + row.first, n - row.first, row.sink);
         std::memset(row.sum, 0, sizeof(float) * static_cast<size_t>(a.kv.ld_v));

@@ -285,7 +285,7 @@ struct Tiles45K {
         }
     }
 
-    // Dot products times scales, of the 256 inputs of a tile; moves a behind them. INT16: all dot products fit into 16
+    // Dot products times scales, of the 256 inputs of a tile; moves a after them. INT16: all dot products fit into 16
     // bits: one of 32 codes of 4 bits is at most 15 * 2 * kMostOf16.
     template <int NC, int G, bool INT16>
     static EI_INLINE void one_by_one(const At<G>& tile, const At<G>& scales, const int8_t* (&a)[NC], const Ahead& ahead,
@@ -528,7 +528,7 @@ void matmul_side_by_side(const Matrix& w, const Inputs& x, int n, int first, int
     const auto ahead = [&](const uint8_t* end, ptrdiff_t past_end) {
         return Ahead{end, past_end, bytes, prefetch.easy && bytes, hint};
     };
-    // Behind `end` comes what is read next or, if that is not known, what is being read.
+    // After `end` comes what is read next or, if that is not known, what is being read.
     const auto ahead_of = [&](const uint8_t* end) {
         return ahead(end, next ? next - end : -static_cast<ptrdiff_t>(bytes));
     };

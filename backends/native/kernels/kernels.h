@@ -19,7 +19,7 @@ struct AttentionRow {
         codes;  // of keys of Q8_0 the same in blocks of 32, of K6V4 H q in one: codes, scales, sums of the codes
     const float* scales;
     const int32_t* sums;
-    const float* offset;  // of K6V4: what the bias of the keys adds to scores, see KeyTurns; null for none
+    const float* offset;  // of K6V4: what the bias of the keys adds to scores, see RopeTables; null for none
     int first, n_past;
     const int32_t* path;
     int n_path;
@@ -34,7 +34,7 @@ constexpr int kTaskRows = 12;
 // Angles of the positions of keys. The rotated bias adds c + sum over pairs m of a[m] cos(p t[m]) + b[m] sin(p t[m]) to
 // the score of position p, where the offset of a row is a (ld,), b (ld,), c, and t[m] radians a position. Position p is
 // 16 tile + lane.
-struct KeyTurns {
+struct RopeTables {
     int ld = 0;                     // pairs, rounded up to 16
     const float* tiles = nullptr;   // (tile, 2, ld): cosines and sines of 16 tile t
     const float* within = nullptr;  // (ld, 2, 16 lanes): those of lane t
@@ -42,7 +42,7 @@ struct KeyTurns {
 
 struct Attention {
     KvHead kv;
-    KeyTurns turns;
+    RopeTables rope;
     float soft_cap;  // of the scores, 0 for none
     int n_rows;      // 1..kTaskRows
     AttentionRow rows[kTaskRows];

@@ -1,7 +1,7 @@
 // How keys and values of one layer and kv head lie in memory, which is what the attention kernels read.
 //
-// Memory is cut into segments of 128 slots. Slot s of a text is position s until a tree is forwarded; a table says in which
-// segment it lies. One segment, one layer, one kv head:
+// Memory is cut into segments of 128 slots. Slot s of a sequence is position s until a tree is forwarded; a table says
+// in which segment it lies. One segment, one layer, one kv head:
 //   F16   keys:   for each 16 slots  f16 [head_dim][16 slots]
 //         values: f16 [slot][head_dim rounded up to 16]
 //   Q8_0  keys:   for each 16 slots  f32 scale [head_dim / 32][16 slots] | codes, head_dim / 4 lines of 64 bytes; line

@@ -53,7 +53,7 @@
 //   I2_S:          f32 scale[16] | lines (edgeinfer.models.formats.ternary_packing)
 //   TQ1_0, TQ2_0:  for each two tiles of 256 inputs  f16 d[16] of the first | f16 d[16] of the second | 13 lines | 13
 //                  lines
-//   Inputs behind the last one have weights of -1, whose code is 0: it does not matter what their activations are.
+//   Inputs after the last one have weights of -1, whose code is 0: it does not matter what their activations are.
 //
 // F32, F16, BF16: row group = for each k the 16 rows' values.
 #pragma once
@@ -86,7 +86,7 @@ enum class Format : int {
     I2_S_BASE_THREE = 1036
 };
 
-// What a matrix wants its inputs as.
+// The form in which a matrix reads its inputs.
 enum class InputKind : int { Float, Int8By32, Int8By256, Int8ByToken };
 
 constexpr int kRows = 16;  // of a row group
@@ -204,7 +204,7 @@ struct Tasks {
     }
     int last(int task) const { return first(task + 1); }
     // What the thread that does a task will probably read next, or null.
-    const uint8_t* behind(const Matrix& w, int task) const {
+    const uint8_t* next_data(const Matrix& w, int task) const {
         const int next = task + n_threads;
         return next < count() ? w.data + static_cast<size_t>(first(next)) * w.group_bytes : nullptr;
     }
@@ -216,8 +216,8 @@ struct Tasks {
 // each 16 and each 32 q; for each 16 what a dot product with codes that stand 32 above the true ones begins with, in the
 // form of the instruction set (centre_16 in simd_*.h); and whether dot products fit into 16 bits, because the magnitudes
 // of no 16 add up to more than kMostOf16.  Int8ByToken: likewise for a whole column. Distances between columns are those
-// of the arrays' element type. Behind the last q256 and q_token kBehindInputs bytes are read.
-constexpr int kBehindInputs = 16;
+// of the arrays' element type. After the last q256 and q_token kPaddingInputs bytes are read.
+constexpr int kPaddingInputs = 16;
 constexpr int kMostOf16 = 1023;
 enum class Int16Scaling { None, Singles, Pairs };  // how an instruction set uses that, see simd_scalar.h
 

@@ -252,7 +252,7 @@ EI_INLINE I32 dot2(I32 sum, I16 pairs, const int16_t* a) {
 
 namespace {
 
-// Codes of 8 bits, stored 128 above the true ones: what dot8 wants of them, and by how much it takes them too high.
+// Codes of 8 bits, stored 128 above the true ones: what dot8 needs of them, and by how much it takes them too high.
 constexpr int kOffset8 = 128;
 EI_INLINE U8 codes8(U8 stored) { return stored; }
 EI_INLINE Dot dot8(Dot d, U8 codes, const int8_t* a) { return dot4(d, codes, a); }

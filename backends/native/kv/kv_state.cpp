@@ -4,16 +4,16 @@
 
 namespace {
 
-// The segment of the first slot that is read behind n_past tokens.
+// The segment of the first slot that is read after n_past tokens.
 size_t first_read(int n_past, int window) { return static_cast<size_t>(std::max(0, n_past + 1 - window) / kSegment); }
 
 size_t count(int n_slots) { return static_cast<size_t>(segments_of(n_slots)); }
 
 }  // namespace
 
-// There are as many segments as one text can need, so that one is free when nothing is parked.
+// There are as many segments as one sequence can need, so that one is free when nothing is parked.
 void KvState::make_room(int n_past, const DropParked& drop_parked) {
-    if (!give_back_behind(n_past)) drop_parked();
+    if (!give_back_after(n_past)) drop_parked();
 }
 
 int32_t KvState::take(int n_past, const DropParked& drop_parked) {
@@ -49,7 +49,7 @@ void KvState::cut(Table& table, size_t n_segments) {
     table.first = std::min(table.first, n_segments);
 }
 
-// Segments that are not needed any more stay this text's own until it is parked.
+// Segments that are not needed any more stay this sequence's own until it is parked.
 void KvState::truncate(int n_past) {
     if (n_past == 0) cut(table_, 0);
 }
@@ -64,21 +64,21 @@ void KvState::park(int number, int n_past) {
 }
 
 std::vector<std::pair<int, KvState::Table>>::const_iterator KvState::find(int number) const {
-    return std::find_if(parked_.begin(), parked_.end(), [&](const auto& text) { return text.first == number; });
+    return std::find_if(parked_.begin(), parked_.end(), [&](const auto& sequence) { return sequence.first == number; });
 }
 
 int KvState::reach_parked(int number, int n_past) const {
-    const auto text = find(number);
-    return text == parked_.end() ? 0 : reach_of(text->second, n_past);
+    const auto sequence = find(number);
+    return sequence == parked_.end() ? 0 : reach_of(sequence->second, n_past);
 }
 
 void KvState::resume(int number, int n_past) {
-    const auto text = find(number);
+    const auto sequence = find(number);
     Table table;
-    if (text != parked_.end() && n_past > 0) {
-        table.first = text->second.first;
-        table.segments.assign(text->second.segments.begin(),
-                              text->second.segments.begin() + static_cast<std::ptrdiff_t>(count(n_past)));
+    if (sequence != parked_.end() && n_past > 0) {
+        table.first = sequence->second.first;
+        table.segments.assign(sequence->second.segments.begin(),
+                              sequence->second.segments.begin() + static_cast<std::ptrdiff_t>(count(n_past)));
         for (size_t i = table.first; i < table.segments.size(); i++) segments_.share(table.segments[i]);
     }
     cut(table_, 0);
@@ -86,15 +86,15 @@ void KvState::resume(int number, int n_past) {
 }
 
 void KvState::forget(int number) {
-    const auto text = find(number);
-    if (text == parked_.end()) return;
-    for (size_t i = text->second.first; i < text->second.segments.size(); i++)
-        segments_.give_back(text->second.segments[i]);
-    parked_.erase(text);
+    const auto sequence = find(number);
+    if (sequence == parked_.end()) return;
+    for (size_t i = sequence->second.first; i < sequence->second.segments.size(); i++)
+        segments_.give_back(sequence->second.segments[i]);
+    parked_.erase(sequence);
 }
 
-// What a parked text shares would not be free then; it goes along where one behind it is.
-bool WindowKv::give_back_behind(int n_past) {
+// What a parked sequence shares would not be free then; it goes along where one after it is.
+bool WindowKv::give_back_after(int n_past) {
     const size_t end = std::min(first_read(n_past - kSlack, window_), table_.segments.size());
     size_t own = table_.first;
     while (own < end && segments_.is_shared(table_.segments[own])) own++;
@@ -103,7 +103,7 @@ bool WindowKv::give_back_behind(int n_past) {
     return true;
 }
 
-// No more than that: the next text needs the memory, and would drop a parked text that holds it.
+// No more than that: the next sequence needs the memory, and would drop a parked sequence that holds it.
 size_t WindowKv::first_kept(int n_past) const { return first_read(n_past - kSlack, window_); }
 
 int WindowKv::reach_of(const Table& table, int n_past) const {

@@ -13,7 +13,7 @@ KvHead head_layout(const KvShape& shape) {
     head.type = shape.type;
     head.head_dim = shape.head_dim;
     head.ld_v = static_cast<int>(round_up(dim, 16));
-    size_t key_scales_bytes = 0;  // behind all tiles
+    size_t key_scales_bytes = 0;  // after all tiles
     switch (shape.type) {
         case KvType::F16:
             head.tile_bytes = dim * 16 * 2;

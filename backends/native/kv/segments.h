@@ -1,4 +1,4 @@
-// The memory of the keys and values of some layers alike, cut into segments that several texts may share.
+// The memory of the keys and values of some layers alike, cut into segments that several sequences may share.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct KvShape {
 
 class KvSegments {
 public:
-    // Segments that no text has used take no memory of the system.
+    // Segments that no sequence has used take no memory of the system.
     KvSegments(const KvShape& shape, int n_segments);
 
     // Where the slots of a table are, for one of the layers.

@@ -49,34 +49,32 @@ _MAX_EDGES, _EVEN_PLACES, _SAMPLE_BYTES = 512, 64, 4096
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the model that packed weights were made from. samples: hash of the header and of some of the rest."""
+    """A file of the model that packed weights were made from."""
 
     size: int
-    samples: str
+    samples: str  # hash of the header and of some of the rest
     sha256: str
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a packed file says of itself. n_bytes: of the packed weights.  n_expert_bytes: of the records of experts.
-
-    sha256: of both.  sources: the model's files.
-    """
+    """What a packed file says of itself."""
 
     layout: int
-    n_bytes: int
-    n_expert_bytes: int
+    n_bytes: int  # of the packed weights
+    n_expert_bytes: int  # of the records of experts
     ternary_bits: TernaryBits
-    sha256: str
-    sources: tuple[SourceFile, ...]
+    sha256: str  # of both
+    sources: tuple[SourceFile, ...]  # the model's files
 
 
 class Packed(NamedTuple):
-    """What a packed file holds, mapped. records: of all experts.  weights_at, records_at: their first bytes in it."""
+    """What a packed file holds, mapped."""
 
     file: MappedFile
     weights: NDArray[np.uint8]
-    records: NDArray[np.uint8]
+    records: NDArray[np.uint8]  # of all experts
+    # weights_at, records_at: their first bytes in it
     weights_at: int
     records_at: int
 
@@ -153,7 +151,7 @@ def map_packed(
 ) -> Packed:
     """The packed weights of a file, mapped read-only; pages are shared between processes.
 
-    n_bytes, n_expert_bytes, ternary_bits: as wanted.  verify: all bytes of the model and of the weights are read and
+    n_bytes, n_expert_bytes, ternary_bits: as requested.  verify: all bytes of the model and of the weights are read and
     compared. Raises BadPack with the reason and the command that mends it.
     """
     with _opened(path) as file:
@@ -162,15 +160,15 @@ def map_packed(
         _check_sources(path, header.sources, model)
         if header.ternary_bits != ternary_bits:
             raise BadPack(
-                f"{path}: ternary weights take {header.ternary_bits} bits there, {ternary_bits} are wanted; "
+                f"{path}: expected ternary weights of {ternary_bits} bits, found {header.ternary_bits}; "
                 f"{_remedy(path)} --ternary-bits {ternary_bits}"
             )
         found = opened.size - start
-        wanted = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
-        if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != wanted:
-            raise BadPack(f"{path}: {wanted} bytes of weights wanted, {max(0, found)} found; {_remedy(path)}")
+        expected = n_bytes if not n_expert_bytes else _aligned(n_bytes) + n_expert_bytes
+        if (header.n_bytes, header.n_expert_bytes) != (n_bytes, n_expert_bytes) or found != expected:
+            raise BadPack(f"{path}: expected {expected} bytes of weights, found {max(0, found)}; {_remedy(path)}")
     mapped = opened.bytes(on_huge_pages=True)
-    records_at = start + wanted - n_expert_bytes
+    records_at = start + expected - n_expert_bytes
     weights, records = mapped[start : start + n_bytes], mapped[records_at : records_at + n_expert_bytes]
     packed = Packed(opened, weights, records, start, records_at)
     if verify:

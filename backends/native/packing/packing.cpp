@@ -223,7 +223,7 @@ void pack_row_6k(const uint8_t* source, int n_in, int row, uint8_t* tile) {
 }
 
 // Ternary codes, one above the weights. I2_S: runs of 128 in 32 bytes, the first in the top bits. TQ2_0: runs of 128 in 32
-// bytes, the first in the low bits; behind each 256 their f16 d. TQ1_0: five digits of base three in each of 32 and then of
+// bytes, the first in the low bits; after each 256 their f16 d. TQ1_0: five digits of base three in each of 32 and then of
 // 16 bytes, four in each of 4, f16 d; a byte is ceil(256 v / 243), so multiplying by 3 carries the first digit out. Q2_0:
 // before each 64 their f16 d, then four to a byte, the first in the low bits.
 constexpr size_t kBytesTQ1 = 54, kBytesTQ2 = 66, kBytesI2 = 32, kBytesQ2 = 18;
@@ -256,7 +256,7 @@ void place_two_bits(int n, const CodeAt& code_at, int row, uint8_t* lines) {
     }
 }
 
-// Writes n codes of one row in base three. Those behind the last one are 0.
+// Writes n codes of one row in base three. Those after the last one are 0.
 template <class CodeAt>
 void place_base_three(int n, const CodeAt& code_at, int row, uint8_t* lines) {
     for (int first = 0; first < n; first += kBaseThreeInputs, lines += 64) {

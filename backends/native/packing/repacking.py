@@ -36,23 +36,19 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Trace:
-    """A text that went through a model.
-
-    rows: (m,) those whose logits are wanted.  residuals: (n_layers, n, n_embd), the residual stream behind each layer.
-    logits: (m, n_logits).
-    """
+    """A sequence that went through a model."""
 
     tokens: TokenIds
-    rows: NDArray[np.int32]
-    residuals: NDArray[np.float32]
-    logits: Logits
+    rows: NDArray[np.int32]  # (m,) whose logits are requested
+    residuals: NDArray[np.float32]  # (n_layers, n, n_embd), the residual stream after each layer
+    logits: Logits  # (m, n_logits)
 
 
 class RepackableModel:
-    """The weights of a model file in memory of their own, and passes of one new text at a time.
+    """The weights of a model file in memory of their own, and passes of one new sequence at a time.
 
     file: stays open. What it gives for a tensor may change (`ModelFile.define`), in the type that it had at first; it
-    counts once `repack` was called.  n_tokens: of a text at most.
+    counts once `repack` was called.  n_tokens: of a sequence at most.
     Raises UnsupportedModel, ModelFileError, BackendUnavailable.
     """
 
@@ -75,7 +71,7 @@ class RepackableModel:
         front = _core.FrontConfig()
         made = assemble(spec, config, front, plan, device, self._weights, self._threads, self._rows, store)
         self._decoder = made.decoder
-        self._state = _core.TextState(config, _core.KvType.f16, n_tokens)
+        self._state = _core.SequenceState(config, _core.KvType.f16, n_tokens)
 
     @staticmethod
     def bytes_of(file: ModelFile, spec: ModelSpec, n_tokens: int, n_threads: int) -> int:
@@ -87,19 +83,19 @@ class RepackableModel:
         return packed_bytes(parts) + experts.n_bytes + (0 if rows is None else rows.n_bytes) + others
 
     def read(self, tokens: Sequence[int], rows: Sequence[int]) -> Logits:
-        """The logits of some rows of a text. Raises Interrupted."""
+        """The logits of some rows of a sequence. Raises Interrupted."""
         return self._read(np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32))
 
     def trace(self, tokens: Sequence[int], rows: Sequence[int]) -> Trace:
         """A pass through all layers. Raises Interrupted."""
-        ids, wanted = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
+        ids, requested = np.array(tokens, dtype=np.int32), np.array(rows, dtype=np.int32)
         n_layers = self.spec.n_layers
         residuals = np.empty((n_layers, len(ids), self.spec.n_embd), dtype=np.float32)
-        logits = self._run(ids, wanted, np.arange(n_layers, dtype=np.int32), residuals)
-        return Trace(ids, wanted, residuals, logits)
+        logits = self._run(ids, requested, np.arange(n_layers, dtype=np.int32), residuals)
+        return Trace(ids, requested, residuals, logits)
 
     def logits(self, trace: Trace, first_layer: int) -> Logits:
-        """The logits of a traced text, as they are now that nothing before a layer has changed.
+        """The logits of a traced sequence, as they are now that nothing before a layer has changed.
 
         first_layer: n_layers for the output matrix alone. Raises Interrupted.
         """
@@ -150,18 +146,18 @@ class RepackableModel:
         self._weights.set_embedding(int(info.type), n_vocab, n_embd, held)
         return held
 
-    def _read(self, ids: TokenIds, wanted: NDArray[np.int32]) -> Logits:
+    def _read(self, ids: TokenIds, requested: NDArray[np.int32]) -> Logits:
         nothing = np.empty((0, len(ids), self.spec.n_embd), dtype=np.float32)
-        return self._run(ids, wanted, np.empty(0, dtype=np.int32), nothing)
+        return self._run(ids, requested, np.empty(0, dtype=np.int32), nothing)
 
     def _run(
-        self, ids: TokenIds, wanted: NDArray[np.int32], layers: NDArray[np.int32], taps: NDArray[np.float32]
+        self, ids: TokenIds, requested: NDArray[np.int32], layers: NDArray[np.int32], taps: NDArray[np.float32]
     ) -> Logits:
-        logits = np.empty((len(wanted), self.spec.n_logits), dtype=np.float32)
+        logits = np.empty((len(requested), self.spec.n_logits), dtype=np.float32)
         self._state.truncate(0)
         chain = np.arange(-1, len(ids) - 1, dtype=np.int32)
-        texts = [(self._state, ids, chain, 0, layers, taps, 0, None)]
-        if not self._decoder.forward(texts, wanted, logits, self._decoder.interrupts):
+        sequences = [(self._state, ids, chain, 0, layers, taps, 0, None)]
+        if not self._decoder.forward(sequences, requested, logits, self._decoder.interrupts):
             raise interrupted()
         return logits
 

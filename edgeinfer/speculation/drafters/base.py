@@ -93,8 +93,8 @@ class HoldingDrafter(Protocol):
 
 
 @runtime_checkable
-class CostlyDrafter(Drafter, Protocol):
-    """A drafter with a model, whose drafts take time."""
+class ModelBasedDrafter(Drafter, Protocol):
+    """A model-based drafter, whose drafts take time."""
 
     def cost(self, context: Context) -> tuple[float, float]:
         """Milliseconds of each draft token, and of the prefill that the next draft needs first."""
@@ -110,7 +110,7 @@ class CostlyDrafter(Drafter, Protocol):
 
 
 @runtime_checkable
-class MultiLevelDrafter(CostlyDrafter, Protocol):
+class MultiLevelDrafter(ModelBasedDrafter, Protocol):
     """A drafter of chains whose device may make several levels in one call."""
 
     def levels_per_call(self, context: Context, milliseconds: float) -> int:
@@ -119,7 +119,7 @@ class MultiLevelDrafter(CostlyDrafter, Protocol):
 
 
 @runtime_checkable
-class FeatureDrafter(CostlyDrafter, Protocol):
+class FeatureDrafter(ModelBasedDrafter, Protocol):
     """A drafter that needs the target's hidden states.
 
     taps: which layers, as the argument `hidden` of Session.forward.
@@ -137,7 +137,7 @@ class FeatureDrafter(CostlyDrafter, Protocol):
 
 
 @runtime_checkable
-class BackgroundDrafter(CostlyDrafter, Protocol):
+class BackgroundDrafter(ModelBasedDrafter, Protocol):
     """A drafter on a device of its own, which works while the target does. timeline: where it records its drafts."""
 
     timeline: Timeline | None

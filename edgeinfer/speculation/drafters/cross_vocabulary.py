@@ -48,7 +48,7 @@ class CrossVocabularyDrafter(ModelDrafter):
         self._converted = CrossVocabularyText(target, own)
 
     def cost(self, context: Context) -> tuple[float, float]:
-        """See CostlyDrafter. A target token is taken to be as many draft-model tokens as in the text so far."""
+        """See ModelBasedDrafter. A target token is taken to be as many draft-model tokens as in the text so far."""
         text, n_unverified = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0

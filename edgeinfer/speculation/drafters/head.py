@@ -20,7 +20,7 @@ from edgeinfer.common.errors import Interrupted, NumericalError, ShapeError
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Features, Logits, Nodes, Output
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, held_by
+from edgeinfer.speculation.drafters.base import Context, ModelBasedDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
@@ -33,7 +33,7 @@ DEFAULT_WIDTH = 2  # nodes of a usual level, and of each level that a device mak
 _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
-class HeadDrafter(CostlyDrafter):
+class HeadDrafter(ModelBasedDrafter):
     """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
 
     n_vocab: tokens that the target has.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with

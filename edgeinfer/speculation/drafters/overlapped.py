@@ -19,8 +19,8 @@ from edgeinfer.speculation.drafters.base import (
     AcceptanceModel,
     BackgroundDrafter,
     Context,
-    CostlyDrafter,
     FeatureDrafter,
+    ModelBasedDrafter,
     MultiLevelDrafter,
 )
 from edgeinfer.speculation.drafters.cross_vocabulary import CrossVocabularyDrafter
@@ -41,7 +41,7 @@ class OverlappedDrafter(BackgroundDrafter):
 
     def __init__(
         self,
-        drafter: CostlyDrafter,
+        drafter: ModelBasedDrafter,
         device: str = "the draft device",
         clock: Clock | None = None,
     ) -> None:
@@ -100,12 +100,12 @@ class OverlappedDrafter(BackgroundDrafter):
 
     @override
     def cost(self, context: Context) -> tuple[float, float]:
-        """See CostlyDrafter. The prefill happens while the target works."""
+        """See ModelBasedDrafter. The prefill happens while the target works."""
         return self._token_ms, 0.0
 
     @override
     def prefill(self, context: Context) -> None:
-        """See CostlyDrafter. It happens when drafting begins."""
+        """See ModelBasedDrafter. It happens when drafting begins."""
 
     @override
     def interrupt(self) -> None:
@@ -204,7 +204,7 @@ class OverlappedFeatureDrafter(OverlappedDrafter):
 
 
 def overlapped(
-    drafter: CostlyDrafter, device: str = "the draft device", clock: Clock | None = None
+    drafter: ModelBasedDrafter, device: str = "the draft device", clock: Clock | None = None
 ) -> OverlappedDrafter:
     """That drafter with a thread in which it drafts while the target verifies. device: its own, for messages."""
     if isinstance(drafter, FeatureDrafter):

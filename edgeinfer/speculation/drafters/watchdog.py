@@ -12,7 +12,7 @@ from typing import TypeVar
 from edgeinfer.common.errors import BackendLost, Interrupted
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Features, Logits
-from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, FeatureDrafter
+from edgeinfer.speculation.drafters.base import Context, FeatureDrafter, ModelBasedDrafter
 from edgeinfer.speculation.tree import DraftTree
 
 T = TypeVar("T")
@@ -148,10 +148,10 @@ class Watchdog:
             self.clock.notify()
 
 
-class WatchedDrafter(CostlyDrafter):
+class WatchedDrafter(ModelBasedDrafter):
     """A drafter whose calls run in a watchdog's thread and are waited for, up to their time limit."""
 
-    def __init__(self, drafter: CostlyDrafter, device: str) -> None:
+    def __init__(self, drafter: ModelBasedDrafter, device: str) -> None:
         self.name = drafter.name
         self._drafter = drafter
         self._watchdog = Watchdog(drafter.name, device)
@@ -205,7 +205,7 @@ class WatchedFeatureDrafter(WatchedDrafter, FeatureDrafter):
         self._watchdog.run(lambda: self._feature_drafter.observe_features(text, first, features))
 
 
-def watched(drafter: CostlyDrafter, device: str) -> WatchedDrafter:
+def watched(drafter: ModelBasedDrafter, device: str) -> WatchedDrafter:
     """That drafter behind a watchdog. device: what it runs on, for messages."""
     if isinstance(drafter, FeatureDrafter):
         return WatchedFeatureDrafter(drafter, device)

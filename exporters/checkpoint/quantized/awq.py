@@ -22,9 +22,10 @@ _MIDDLE = 8  # the zero where none are stored
 
 @dataclass(frozen=True)
 class _Loaded:
-    """words: see bits.  scales, zeros: (n_out, n_groups)."""
+    """What is stored of a tensor."""
 
-    words: Words
+    words: Words  # see bits
+    # scales, zeros: (n_out, n_groups)
     scales: Floats
     zeros: Floats
 

@@ -36,7 +36,7 @@ class Places:
 
 
 def in_a_stream(n: int, bits: int) -> Places:
-    """One code behind the other, the lowest bits first, across the ends of words: GPTQ, compressed-tensors 0.20."""
+    """One code after the other, the lowest bits first, across the ends of words: GPTQ, compressed-tensors 0.20."""
     at = np.arange(n) * bits
     return Places(bits, at >> 5, at & 31)
 

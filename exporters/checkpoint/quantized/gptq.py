@@ -26,12 +26,13 @@ _SCALES = ("F16", "BF16", "F32")
 
 @dataclass(frozen=True)
 class _Loaded:
-    """words: see bits.  scales, zeros: (n_out, n_groups).  groups: (n_in,)."""
+    """What is stored of a tensor."""
 
-    words: Words
+    words: Words  # see bits
+    # scales, zeros: (n_out, n_groups)
     scales: Floats
     zeros: Floats
-    groups: NDArray[np.int64]
+    groups: NDArray[np.int64]  # (n_in,)
 
 
 class GptqTensor:

@@ -50,7 +50,7 @@ class Scales:
         return np.repeat(found, self._blocks[-1], axis=1)[:, : self._shape[-1]]
 
     def release(self) -> None:
-        """Forget the numbers until they are wanted again."""
+        """Forget the numbers until they are needed again."""
         self._values = None
 
 
@@ -75,13 +75,13 @@ def scales_of(
     Scales. Raises ModelFileError.
     """
     n_axes = len(shape)
-    wanted = (1,) * n_axes if all(size == 1 for size in found) else (*found, *(1,) * (n_axes - len(found)))
+    expected = (1,) * n_axes if all(size == 1 for size in found) else (*found, *(1,) * (n_axes - len(found)))
     named = ([0] * n_axes + list(blocks))[-n_axes:]
-    fits = len(wanted) == n_axes and n_axes > 0
-    sizes = [_block(*each) for each in zip(shape, wanted, named, strict=True)] if fits else [0]
+    fits = len(expected) == n_axes and n_axes > 0
+    sizes = [_block(*each) for each in zip(shape, expected, named, strict=True)] if fits else [0]
     if not all(sizes):
         parts.refuse(name, f"must have a scale for all of {shape}, each row or each block: found {found}")
-    return Scales(name, read, shape, wanted, sizes, parts)
+    return Scales(name, read, shape, expected, sizes, parts)
 
 
 def _block(size: int, n: int, named: int) -> int:

@@ -228,7 +228,7 @@ def test_quantised_trees_and_branches_are_as_close_as_their_rounding(
 def test_many_branches_are_run_too(of_any_kind: Open, rng: np.random.Generator) -> None:
     session, prompt, nodes = of_any_kind(), some_tokens(20, rng), some_tokens(MAX_OUTPUTS + 6, rng)
     prefill(session, prompt, 20)
-    parents = np.full(len(nodes), -1, dtype=np.int32)  # a fan, and a second layer behind its first three
+    parents = np.full(len(nodes), -1, dtype=np.int32)  # a fan, and a second layer after its first three
     parents[-3:] = [0, 1, 2]
     of_fan = session.forward(nodes, parents, logits="all").logits
     for path in ([0, len(nodes) - 3], [2, len(nodes) - 1], [40]):
@@ -823,10 +823,10 @@ def test_another_library_is_refused_only_if_its_structures_may_differ(
     other.__version__ = "0.4.0"
     library_module._check_layouts(other)
     other.llama_batch = SimpleNamespace(n_tokens=None, token=None, embd=None, pos=None, n_seq_id=None, seq_id=None)
-    with pytest.raises(BackendUnavailable, match=r"wants .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
+    with pytest.raises(BackendUnavailable, match=r"needs .* 0\.3\.36; found 0\.4\.0, which lacks llama_batch\.logits"):
         library_module._check_layouts(other)
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", "/elsewhere")
     library_module._check_layouts(llama_cpp)
     monkeypatch.setattr(library_module, "LIBRARY_VERSION", b"0.0.1")
-    with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* wants 0.0.1"):
+    with pytest.raises(BackendUnavailable, match="LLAMA_CPP_LIB_PATH=/elsewhere has llama.cpp .* needs 0.0.1"):
         library_module._check_layouts(llama_cpp)

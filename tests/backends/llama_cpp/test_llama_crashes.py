@@ -99,7 +99,7 @@ def test_where_extra_buffers_crash_it_runs_without_them_and_remembers(stage: Sta
     assert stage.passes() == [1]  # the first one crashed before it was noted
     logits = session.forward(TOKENS, logits="all").logits
     assert np.abs(logits - expected).max() < 0.1 * expected.std()  # 8-bit activations, in blocks of other sizes
-    assert not session.model._loaded.wanted.extra_buffers
+    assert not session.model._loaded.request.extra_buffers
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = open_session(model)
@@ -252,7 +252,7 @@ def test_a_crash_in_an_answer_is_a_lost_backend_until_the_next_text(stage: Stage
             call()
     session.interrupt()
     assert session.reuse_prefix(TOKENS) == 0 and session.n_past == 0
-    assert not session.model._loaded.wanted.extra_buffers
+    assert not session.model._loaded.request.extra_buffers
     assert np.abs(session.forward(TOKENS[:10]).logits - expected).max() < 0.1 * expected.std()
 
 

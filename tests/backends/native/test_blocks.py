@@ -72,7 +72,7 @@ def test_every_field_of_the_blocks_is_named() -> None:
 
 def small_weights(leave_out: str = "", **shapes: tuple[int, ...]) -> _core.Weights:
     """Weights of a decoder of one layer, without one, or with others."""
-    wanted: dict[str, tuple[int, ...]] = {
+    expected: dict[str, tuple[int, ...]] = {
         "layers.0.mixer.norm": (32,),
         "layers.0.mixer.q": (32, 32),
         "layers.0.mixer.k": (16, 32),
@@ -87,7 +87,7 @@ def small_weights(leave_out: str = "", **shapes: tuple[int, ...]) -> _core.Weigh
         **shapes,
     }
     weights, threads = _core.Weights(1 << 20), _core.Threads(1)
-    for name, shape in wanted.items():
+    for name, shape in expected.items():
         if name == leave_out:
             continue
         block, _, role = name.rpartition(".")
@@ -130,7 +130,7 @@ def test_a_weight_that_is_missing_is_named(name: str) -> None:
         decoder_of(small_weights(leave_out=name))
 
 
-def test_a_bias_of_keys_that_is_said_to_be_there_is_wanted() -> None:
+def test_a_bias_of_keys_that_is_said_to_be_there_is_needed() -> None:
     with pytest.raises(ValueError, match=r"weight layers\.0\.mixer\.k_bias is missing"):
         decoder_of(small_weights(), key_bias=True)
     weights = small_weights(**{"layers.0.mixer.k_bias": (16,)})
@@ -221,7 +221,7 @@ def test_layers_may_differ_in_heads_windows_and_networks(
 # ---- what models share -----------------------------------------------------------------------------------------------
 
 
-def test_models_share_threads_where_they_want_as_many(file: ModelFile) -> None:
+def test_models_share_threads_where_they_need_as_many(file: ModelFile) -> None:
     spec, backend = read_spec(file), NativeBackend(tuned=False)
     first = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_threads=2)), Device(2))
     sharing = NativeBackend(tuned=False, threads=first.threads)

@@ -20,10 +20,10 @@ def cache_of(files: ExpertFiles, n_slots: int, n_used: int = 2, n_readers: int =
     return _core.DiskExperts(files.source, files.bytes_of(n_slots), n_used, n_readers)
 
 
-def run_layer(experts: _core.DiskExperts, files: ExpertFiles, layer: int, wanted: Sequence[int]) -> int:
+def run_layer(experts: _core.DiskExperts, files: ExpertFiles, layer: int, needed: Sequence[int]) -> int:
     """One thread computes a layer: the records are those of the file. Gives how many were in memory."""
-    order, n_in_memory = experts.begin(layer, list(wanted))
-    assert sorted(order) == sorted(wanted)
+    order, n_in_memory = experts.begin(layer, list(needed))
+    assert sorted(order) == sorted(needed)
     for expert in order:
         record = experts.wait(layer, expert)
         assert record is not None, experts.error
@@ -244,8 +244,8 @@ class PassRecency:
         if self.last.get(key, 0) == number:
             self.last[key] = self.before[key]
 
-    def begin(self, number: int, layer: int, wanted: Sequence[int]) -> int:
-        keys = [(layer, expert) for expert in sorted(wanted)]
+    def begin(self, number: int, layer: int, needed: Sequence[int]) -> int:
+        keys = [(layer, expert) for expert in sorted(needed)]
         absent = [key for key in keys if key not in self.held]
         for key in keys:
             self.use(key, number)
@@ -268,8 +268,8 @@ def test_evicts_by_passes_and_of_equals_the_layer_that_comes_last(tmp_path: Path
     for number in range(1, 60):
         experts.begin_pass()
         for layer in files.layers:
-            wanted = [expert for expert in range(8) if rng.random() < 0.6 / (expert + 1) + 0.1][:4]
-            assert run_layer(experts, files, layer, wanted) == model.begin(number, layer, wanted)
+            needed = [expert for expert in range(8) if rng.random() < 0.6 / (expert + 1) + 0.1][:4]
+            assert run_layer(experts, files, layer, needed) == model.begin(number, layer, needed)
             assert set(experts.in_memory()) == model.held
         forgotten = rng.sample(range(8), 2)
         layer = rng.choice(files.layers)
@@ -279,19 +279,19 @@ def test_evicts_by_passes_and_of_equals_the_layer_that_comes_last(tmp_path: Path
     assert sum(each.evictions for each in experts.stats().layers) > 100
 
 
-def test_what_only_a_rejected_draft_wanted_goes_first(tmp_path: Path) -> None:
+def test_what_only_a_rejected_draft_needed_goes_first(tmp_path: Path) -> None:
     files = write_experts(tmp_path)
     experts = cache_of(files, 4)
-    for wanted in ([0, 1], [2, 3]):
+    for needed in ([0, 1], [2, 3]):
         experts.begin_pass()
-        run_layer(experts, files, 0, wanted)
+        run_layer(experts, files, 0, needed)
     experts.forget_use(0, [2, 3])
     experts.begin_pass()
     run_layer(experts, files, 1, [5, 6])
     assert experts.in_memory() == [(0, 0), (0, 1), (1, 5), (1, 6)]
 
 
-def test_a_cache_smaller_than_one_token_wants_still_hits(tmp_path: Path) -> None:
+def test_a_cache_smaller_than_one_token_needs_still_hits(tmp_path: Path) -> None:
     files = write_experts(tmp_path, layers=[SMALL] * 4)
     experts = cache_of(files, 5)
     hits = 0
@@ -304,7 +304,7 @@ def test_a_cache_smaller_than_one_token_wants_still_hits(tmp_path: Path) -> None
 # ---- what is read ahead ----------------------------------------------------------------------------------------------
 
 
-def test_what_was_hinted_is_there_when_it_is_wanted(tmp_path: Path) -> None:
+def test_what_was_hinted_is_there_when_it_is_needed(tmp_path: Path) -> None:
     files = write_experts(tmp_path, "unpacked")
     experts = cache_of(files, 8)
     experts.begin_pass()

@@ -24,7 +24,7 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.control import PrefetchingCache, control_experts
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 16, 3
-LENGTHS = (40, *range(1, 10), *[1] * 6)  # tokens of passes: 40 want all experts
+LENGTHS = (40, *range(1, 10), *[1] * 6)  # tokens of passes: 40 need all experts
 TOKENS = np.random.default_rng(5).integers(0, 291, sum(LENGTHS)).astype(np.int32)
 
 
@@ -123,8 +123,8 @@ def test_routers_of_other_architectures(tmp_path: Path, architecture: ExpertArch
     with opened(path, 50) as model:
         set_expert_prefetch(model, 1.0)
         assert same_bits(all_logits(model), expected)
-        predicted, wanted = np.sum(cache_of(model).predictions(), 0)
-        assert 0 < wanted <= predicted
+        predicted, needed = np.sum(cache_of(model).predictions(), 0)
+        assert 0 < needed <= predicted
 
 
 # ---- counts ----------------------------------------------------------------------------------------------------------
@@ -157,14 +157,14 @@ def test_the_same_router_of_the_same_input_predicts_all(tmp_path: Path, share: i
         of_layers = cache_of(model).predictions()
         assert of_layers == [(0, 0)] + [(20 * N_USED, 20 * N_USED)] * (N_LAYERS - 1)
         all_logits(model, [4, 8])
-        assert all(predicted == wanted for predicted, wanted in cache_of(model).predictions())
+        assert all(predicted == needed for predicted, needed in cache_of(model).predictions())
 
 
-def test_long_passes_read_ahead_what_their_rows_want(tmp_path: Path) -> None:
+def test_long_passes_read_ahead_what_their_rows_need(tmp_path: Path) -> None:
     path, n = without_changes(packed_model(tmp_path / "m.gguf")), 600
     with opened(path, 50, n_batch=n) as model:
         session = model.session()
-        session.forward(np.full(n, TOKENS[0]))  # all rows want the same few
+        session.forward(np.full(n, TOKENS[0]))  # all rows need the same few
         (first, *layers) = cache_of(model).stats().layers
         assert first.prefetches + first.dropped == 0
         assert [layer.prefetches + layer.dropped for layer in layers] == [N_USED] * (N_LAYERS - 1)
@@ -179,7 +179,7 @@ def test_some_guesses_are_wrong(path: Path) -> None:
         (of_first, *of_layers) = cache_of(model).predictions()
         assert of_first == (0, 0)
         assert all(predicted == 20 * N_USED for predicted, _ in of_layers)
-        assert 0 < sum(wanted for _, wanted in of_layers) < 20 * N_USED * len(of_layers)
+        assert 0 < sum(needed for _, needed in of_layers) < 20 * N_USED * len(of_layers)
 
 
 def test_counting_reads_nothing_ahead(path: Path, expected: NDArray[np.float32]) -> None:

@@ -13,7 +13,8 @@ from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_ex
 from tiny_models import BLOCK_256_TYPES
 
 from edgeinfer.backends import reference_experts
-from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, available_isas, experts
+from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, available_isas
+from edgeinfer.backends.native.experts import model_experts
 from edgeinfer.backends.native.experts.model_experts import EXPERT_ROLES
 from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
@@ -285,7 +286,7 @@ def records_of(path: Path) -> bytes:
     """Of all experts, one after the other."""
     with ModelFile.open(path) as file:
         of_model = NativeBackend().experts(file, read_spec(file))
-        return bytes(experts.resident_experts(of_model, file, _core.Threads(2)).data)
+        return bytes(model_experts.resident_experts(of_model, file, _core.Threads(2)).data)
 
 
 def test_damaged_records_are_found_where_all_bytes_are_compared(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_damaged_records_are_found_where_all_bytes_are_compared(tmp_path: Path) 
         with pytest.raises(BadPack, match="damaged, the SHA-256 of its weights"):
             backend.load(file, spec, plan, Device(1))
         packed_path(path).write_bytes(whole[:-4096])
-        with pytest.raises(BadPack, match=r"\d+ bytes of weights wanted, \d+ found"):
+        with pytest.raises(BadPack, match=r"expected \d+ bytes of weights, found \d+"):
             NativeBackend().load(file, spec, plan, Device(1))
 
 
@@ -351,16 +352,16 @@ def test_a_type_without_a_kernel_for_experts_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", "qwen3moe", "Q8_0"))
-    monkeypatch.setattr(experts, "EXPERT_TYPES", experts.EXPERT_TYPES - {GGMLType.Q8_0})
+    monkeypatch.setattr(model_experts, "EXPERT_TYPES", model_experts.EXPERT_TYPES - {GGMLType.Q8_0})
     with pytest.raises(UnsupportedModel, match=r"tensor blk\.0\.ffn_gate_exps\.weight .* has type Q8_0"):
         NativeBackend().plan(file, read_spec(file), LoadSettings(64))
 
 
 def test_more_experts_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     file = ModelFile.open(write_tiny_experts(tmp_path / "m.gguf", n_experts=70, n_used=65))
-    spec, wanted = read_spec(file), r"m\.gguf: a token wants 65 experts of layer 0, in 1 groups; .* 64 experts"
+    spec, expected = read_spec(file), r"m\.gguf: a token uses 65 experts of layer 0, in 1 groups; .* 64 experts"
     for refuse in (NativeBackend().expert_sizes, lambda *model: NativeBackend().plan(*model, LoadSettings(64))):
-        with pytest.raises(UnsupportedModel, match=wanted):
+        with pytest.raises(UnsupportedModel, match=expected):
             refuse(file, spec)
 
 

@@ -183,13 +183,13 @@ def config_of(n_layers: int, n_ctx: int = 64, window: int = 0) -> _core.DecoderC
 
 def test_a_decoder_refuses_the_state_of_another_model(model: NativeModel) -> None:
     for other, n_ctx in ((config_of(1), 64), (config_of(2, n_ctx=100_000), 100_000)):
-        state = _core.TextState(other, _core.KvType.f16, n_ctx)
+        state = _core.SequenceState(other, _core.KvType.f16, n_ctx)
         out = np.empty((1, 291), dtype=np.float32)
         assert model.decoder().forward_lists(state, [1], None, [], out, [], None, None) is None
 
 
 def test_a_state_keeps_only_rows_that_were_made(rng: np.random.Generator) -> None:
-    state = _core.TextState(config_of(2), _core.KvType.f16, 64)
+    state = _core.SequenceState(config_of(2), _core.KvType.f16, 64)
     for rows in ([5], list(range(40)), [0], [2**31 - 1], [1, 1], [-1]):
         with pytest.raises(ValueError, match="no such row"):
             state.commit(rows)
@@ -200,4 +200,4 @@ def test_a_state_keeps_only_rows_that_were_made(rng: np.random.Generator) -> Non
 def test_a_window_longer_than_any_text_is_none() -> None:
     plain, windowed = config_of(2), config_of(2, window=2**31 - 1)
     assert windowed.kv_bytes(_core.KvType.f16, 64) == plain.kv_bytes(_core.KvType.f16, 64)
-    assert _core.TextState(windowed, _core.KvType.f16, 64).n_past == 0
+    assert _core.SequenceState(windowed, _core.KvType.f16, 64).n_past == 0

@@ -110,7 +110,7 @@ def test_each_text_has_the_bits_that_it_has_alone(
 
 
 @pytest.mark.parametrize("architecture, format", [("qwen2moe", "Q4_K"), ("gpt-oss", "MXFP4"), ("glm4moe", "F16")])
-def test_texts_that_want_other_experts_share_a_pass(
+def test_texts_that_need_other_experts_share_a_pass(
     architecture: Any, format: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     path = write_tiny_experts(tmp_path / "m.gguf", architecture, format, n_experts=12)
@@ -147,7 +147,7 @@ def test_texts_of_several_sizes_and_kinds_of_cache_share_a_pass(tmp_path: Path, 
     assert same_bits(expected[2], expected[4]) and not same_bits(expected[1], expected[2])
 
 
-def test_rows_behind_pending_ones_may_join_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_rows_after_pending_ones_may_join_a_pass(tmp_path: Path, rng: np.random.Generator) -> None:
     model = load(write_tiny_model(tmp_path / "m.gguf", "qwen2", "Q4_K"))
     nodes = rng.integers(0, N_VOCAB, len(TREE)).astype(np.int32)
     expected = model.session().forward(nodes, TREE, logits="all").logits
@@ -167,9 +167,9 @@ def test_each_text_gets_the_rows_of_logits_and_the_layers_that_it_asks_for(
 ) -> None:
     model = load(write_tiny_model(tmp_path / "m.gguf", "llama", "F16", n_layers=3), n_batch=16)
     tokens = rng.integers(0, N_VOCAB, 12).astype(np.int32)
-    wanted: list[tuple[Any, Any]] = [([7, 2, 7], False), ("last", True), ([], (1,)), ("all", (2, 0))]
-    expected = [model.session().forward(tokens, logits=rows, hidden=hidden) for rows, hidden in wanted]
-    batch = [Rows(model.session(), tokens, None, rows, hidden) for rows, hidden in wanted]
+    requested: list[tuple[Any, Any]] = [([7, 2, 7], False), ("last", True), ([], (1,)), ("all", (2, 0))]
+    expected = [model.session().forward(tokens, logits=rows, hidden=hidden) for rows, hidden in requested]
+    batch = [Rows(model.session(), tokens, None, rows, hidden) for rows, hidden in requested]
     for ours, theirs in zip(model.forward(batch), expected, strict=True):
         assert same_bits(ours.logits, theirs.logits)
         assert (ours.hidden is None) == (theirs.hidden is None)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import Architecture, write_tiny_model
 
-from edgeinfer.backends.base import Rows, run_text
+from edgeinfer.backends.base import Rows, run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import ShapeError
@@ -73,8 +73,8 @@ def test_long_texts_have_the_bits_of_full_caches(
     path = write_tiny_model(tmp_path / "m.gguf", architecture, "Q8_0", head_dim=32, **options)
     opener = Opener(path, 4096, 64, cache_type)
     tokens = opener.tokens(rng, 2000)
-    expected = run_text(opener.whole(), tokens, logits="all", taps=True)
-    found = run_text(opener(n_threads=2), tokens, logits="all", taps=True)
+    expected = run_sequence(opener.whole(), tokens, logits="all", taps=True)
+    found = run_sequence(opener(n_threads=2), tokens, logits="all", taps=True)
     assert expected.hidden is not None and found.hidden is not None
     assert same_bits(found.logits, expected.logits) and same_bits(found.hidden, expected.hidden)
     assert opener.plan().use.kv_cache < 0.7 * opener.plan(n_batch=4096).use.kv_cache
@@ -87,13 +87,13 @@ def test_the_bits_depend_on_nothing_but_the_text(n_tokens: int, gemma: Opener, r
     assert differing == []
 
 
-def test_far_behind_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
+def test_far_after_the_first_window_logits_are_the_reference_s(gemma: Opener, rng: np.random.Generator) -> None:
     tokens = gemma.tokens(rng, 600)
     oracle = ReferenceBackend()
     reference = oracle.load(
         gemma.file, gemma.spec, oracle.plan(gemma.file, gemma.spec, LoadSettings(600, n_batch=32)), Device(1)
     ).session()
-    found, expected = (run_text(session, tokens, logits="all").logits for session in (gemma(), reference))
+    found, expected = (run_sequence(session, tokens, logits="all").logits for session in (gemma(), reference))
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()  # float32, and keys rounded to halves
 
 
@@ -102,15 +102,15 @@ def test_far_behind_the_first_window_logits_are_the_reference_s(gemma: Opener, r
 def test_trees_across_the_edge_of_a_window(n_past: int, gemma: Opener, rng: np.random.Generator) -> None:
     prompt, nodes, end = gemma.tokens(rng, n_past), gemma.tokens(rng, len(TREE)), gemma.tokens(rng, 30)
     session, whole = gemma(), gemma.whole()
-    run_text(session, prompt)
-    run_text(whole, prompt)
+    run_sequence(session, prompt)
+    run_sequence(whole, prompt)
     of_tree = session.forward(nodes, TREE, logits="all").logits
     for leaf in LEAVES:
         branch = branch_to(leaf, TREE)
         assert same_bits(of_tree[branch], decode_one_by_one(whole, nodes[branch]))
         session.forward(nodes, TREE)
         session.commit(branch)
-        assert same_bits(run_text(session, end, logits="all").logits, run_text(whole, end, logits="all").logits)
+        assert same_bits(run_sequence(session, end, logits="all").logits, run_sequence(whole, end, logits="all").logits)
         assert session.truncate(n_past) == whole.truncate(n_past) == n_past
 
 
@@ -129,24 +129,24 @@ def test_what_is_held_is_what_is_planned(tmp_path: Path, rng: np.random.Generato
     session, planned = opener(), opener.plan().use.kv_cache
     for n in (300, 37, 300, 300, 1, 300, 262):
         assert session.memory().kv_cache < planned
-        run_text(session, opener.tokens(rng, n))
+        run_sequence(session, opener.tokens(rng, n))
     assert session.n_past == 1500 and session.memory().kv_cache == planned
     session.truncate(0)
-    run_text(session, opener.tokens(rng, 1500))
+    run_sequence(session, opener.tokens(rng, 1500))
     assert session.memory().kv_cache == planned
 
 
 def test_what_a_window_lacks_is_run_again(gemma: Opener, rng: np.random.Generator) -> None:
     session, fresh, tokens = gemma(), gemma.whole(), gemma.tokens(rng, 1000)
-    run_text(session, tokens)
+    run_sequence(session, tokens)
     assert segments_of_window(20, 32) == 3
     # Three segments hold 640..999, or the last 40 slots of a segment that is used again and all before them.
     assert session.truncate(1000 - SLACK) == 872
     assert session.truncate(660) == 660
     assert session.truncate(659) == 659  # sees slots from 640 on
     assert session.truncate(658) == 0 == session.n_past
-    run_text(session, tokens[:658])
-    run_text(fresh, tokens[:658])
+    run_sequence(session, tokens[:658])
+    run_sequence(fresh, tokens[:658])
     assert same_bits(session.forward([5]).logits, fresh.forward([5]).logits)
     with pytest.raises(ShapeError, match=r"n_past must be in 0\.\.658: found 659"):
         session.truncate(659)
@@ -156,14 +156,14 @@ def test_more_than_a_batch_is_refused_where_a_window_would_move(gemma: Opener, r
     session, tokens = gemma(), gemma.tokens(rng, 400)
     whole = session.forward(tokens[:384], logits="all").logits  # three segments
     session.commit([])
-    assert same_bits(run_text(session, tokens[:384], logits="all").logits, whole)
+    assert same_bits(run_sequence(session, tokens[:384], logits="all").logits, whole)
     session.truncate(0)
-    with pytest.raises(ShapeError, match="at most n_batch = 32 tokens can be uncommitted behind 0: found 385; forward"):
+    with pytest.raises(ShapeError, match="at most n_batch = 32 tokens can be uncommitted after 0: found 385; forward"):
         session.forward(tokens[:385])
-    run_text(session, tokens)
+    run_sequence(session, tokens)
     session.forward(tokens[:32])
     for n_pending, n in ((0, 33), (32, 1)):
-        with pytest.raises(ShapeError, match="behind 400: found 33"):
+        with pytest.raises(ShapeError, match="after 400: found 33"):
             session.forward(tokens[:n], n_pending=n_pending)
 
 
@@ -171,19 +171,19 @@ def test_parked_texts_are_found_again_as_long_as_windows_hold_them(gemma: Opener
     session, start = gemma(), gemma.tokens(rng, 60)
     texts = [np.concatenate([start, gemma.tokens(rng, n)]) for n in (60, 50, 350)]
     for text in texts[:2]:
-        run_text(session, text[session.reuse_prefix(text[:-1]) :])
+        run_sequence(session, text[session.reuse_prefix(text[:-1]) :])
     assert session.reuse_prefix(texts[0]) == 120 and session.reuse_prefix(texts[1]) == 110
-    # The third needs all segments, and its own beginning is behind its window then.
+    # The third needs all segments, and its own beginning is after its window then.
     assert session.reuse_prefix(texts[2]) == 60
-    run_text(session, texts[2][60:])
-    run_text(session, gemma.tokens(rng, 100))
+    run_sequence(session, texts[2][60:])
+    run_sequence(session, gemma.tokens(rng, 100))
     assert session.reuse_prefix(texts[0]) == 0
     assert session.memory().kv_cache <= gemma.plan().use.kv_cache
 
 
 def test_a_parked_text_is_cut_only_as_far_as_its_window_goes(gemma: Opener, rng: np.random.Generator) -> None:
     session, text = gemma(), gemma.tokens(rng, 700)
-    run_text(session, text)
+    run_sequence(session, text)
     assert session.reuse_prefix([]) == 0
     assert session.reuse_prefix(text[:690]) == 690  # parked
     session.reuse_prefix([])
@@ -193,14 +193,14 @@ def test_a_parked_text_is_cut_only_as_far_as_its_window_goes(gemma: Opener, rng:
 
 def test_a_parked_text_leaves_memory_for_the_next(gemma: Opener, rng: np.random.Generator) -> None:
     session, first, second = gemma(), gemma.tokens(rng, 800), gemma.tokens(rng, 100)
-    run_text(session, first)
+    run_sequence(session, first)
     assert session.reuse_prefix(second) == 0
-    run_text(session, second)
+    run_sequence(session, second)
     assert session.reuse_prefix(first[:790]) == 790
-    assert same_bits(session.forward(first[790:]).logits, logits_behind(gemma.whole(), first))
+    assert same_bits(session.forward(first[790:]).logits, logits_after(gemma.whole(), first))
 
 
-def logits_behind(session: NativeSession, tokens: np.ndarray) -> np.ndarray:
+def logits_after(session: NativeSession, tokens: np.ndarray) -> np.ndarray:
     return session.forward(tokens).logits
 
 
@@ -222,7 +222,7 @@ class Walk:
     def read(self, n: int) -> None:
         new = self.tokens(max(0, min(n, self.session.n_ctx - 64 - len(self.text))))
         if new:
-            run_text(self.session, new)
+            run_sequence(self.session, new)
             self.text += new
 
     def verify(self, n: int) -> None:
@@ -246,9 +246,9 @@ class Walk:
 
     def reuse(self, which: int, n_kept: int, n_more: int) -> None:
         self.known.append(list(self.text))
-        wanted = self.known[which % len(self.known)][:n_kept] + self.tokens(n_more)
-        n_reached = self.session.reuse_prefix(wanted)
-        self.text = wanted[:n_reached]
+        expected = self.known[which % len(self.known)][:n_kept] + self.tokens(n_more)
+        n_reached = self.session.reuse_prefix(expected)
+        self.text = expected[:n_reached]
 
     def check(self) -> None:
         assert self.session.n_past == len(self.text)
@@ -256,7 +256,7 @@ class Walk:
         self.longest = max(self.longest, len(self.text))
         n_known = self.whole.reuse_prefix(self.text)
         if n_known < len(self.text):
-            run_text(self.whole, self.text[n_known:])
+            run_sequence(self.whole, self.text[n_known:])
         last = self.tokens(3)
         assert same_bits(self.session.forward(last, logits="all").logits, self.whole.forward(last, logits="all").logits)
 
@@ -297,25 +297,25 @@ def test_the_slack_is_held_whatever_is_pending(gemma: Opener, rng: np.random.Gen
     session, tokens = gemma(), gemma.tokens(rng, 1000)
     prefill(session, tokens[:500], 32)
     for n in range(501, 501 + 2 * SEGMENT, 7):
-        run_text(session, tokens[session.n_past : n])
+        run_sequence(session, tokens[session.n_past : n])
         session.forward(tokens[:32])
         assert session.truncate(n - SLACK) == n - SLACK
 
 
 def test_texts_with_windows_share_passes(gemma: Opener, rng: np.random.Generator) -> None:
-    """Texts of one model, each behind another number of segments that were used again."""
+    """Texts of one model, each after another number of segments that were used again."""
     model, whole = gemma().model, gemma.whole()
     texts = [gemma.tokens(rng, n) for n in (5, 130, 400, 900)]
     sessions = [model.session() for _ in texts]
     for session, text in zip(sessions, texts, strict=True):
-        run_text(session, text)
+        run_sequence(session, text)
     single, nodes = gemma.tokens(rng, 1), gemma.tokens(rng, len(TREE))
     batch = [Rows(session, single) for session in sessions[::2]]
     batch += [Rows(session, nodes, TREE, logits="all") for session in sessions[1::2]]
     outputs = model.forward(batch)
     for text, rows, output in zip([*texts[::2], *texts[1::2]], batch, outputs, strict=True):
         whole.truncate(0)
-        run_text(whole, text)
+        run_sequence(whole, text)
         alone = whole.forward(rows.tokens, rows.parents, logits=rows.logits).logits
         assert same_bits(output.logits, alone)
     assert all(session.memory().kv_cache <= gemma.plan().use.kv_cache for session in sessions)

@@ -222,7 +222,7 @@ def test_a_tree_grown_from_pass_to_pass_has_the_bits_of_its_texts_alone(
         rows = [n, n + 1, n + 2]
     path_of_second = [*range(20, 40), *range(61, 120, 3)]
     session.commit(path_of_second)
-    behind = session.forward(prompt[:3], logits="all").logits
+    after = session.forward(prompt[:3], logits="all").logits
     for number, text in enumerate(texts):
         session.truncate(70)
         alone = decode_one_by_one(session, text)
@@ -230,7 +230,7 @@ def test_a_tree_grown_from_pass_to_pass_has_the_bits_of_its_texts_alone(
         if number != 1:
             assert same_bits(alone[19], logits[0][number // 2])
         else:
-            assert same_bits(session.forward(prompt[:3], logits="all").logits, behind)
+            assert same_bits(session.forward(prompt[:3], logits="all").logits, after)
     for n_pending in (4, -1):
         session.forward(prompt[:3])
         with pytest.raises(ShapeError, match=r"3 rows are pending, n_pending must be in 0\.\.3: found"):
@@ -352,13 +352,13 @@ def test_for_drafts_large_matrices_are_those_of_a_q4_0_file(format: str, tmp_pat
         spec = read_spec(large)
         plan = rounded.plan(large, spec, LoadSettings(64))
         model = rounded.load(large, spec, plan, Device(2))
-        wanted = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, LoadSettings(64)), Device(1))
+        expected = NativeBackend().load(small, spec, NativeBackend().plan(small, spec, LoadSettings(64)), Device(1))
         assert plan.use == rounded.plan(large, spec, LoadSettings(64)).use and plan.use.weights < large.n_bytes
         if format == "F32":
-            assert np.array_equal(model.weights().data, wanted.weights().data)
+            assert np.array_equal(model.weights().data, expected.weights().data)
         else:  # its floats were rounded before
             tokens = np.arange(40)
-            a, b = (one.session().forward(tokens, logits="all").logits for one in (model, wanted))
+            a, b = (one.session().forward(tokens, logits="all").logits for one in (model, expected))
             assert 0 < np.abs(a - b).max() < 0.2 * np.abs(b).max()
 
 
@@ -574,7 +574,8 @@ def test_ternary_weights_in_fewer_bits_give_the_same_bits(
             session = NativeBackend().load(file, spec, plan, Device(1)).session()
             assert same_bits(session.forward(tokens, logits="all").logits, logits["2"])
             with pytest.raises(
-                ModelFileError, match=f"{packed_as} bits there, {faster} are wanted; .* --ternary-bits {faster}"
+                ModelFileError,
+                match=f"expected ternary weights of {faster} bits, found {packed_as}; .* --ternary-bits {faster}",
             ):
                 NativeBackend().load(file, spec, plans[faster], Device(1))
             packed_path(path).unlink()

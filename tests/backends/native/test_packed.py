@@ -16,7 +16,8 @@ from split_models import split_model
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.backends.native import NativeBackend, packed
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native.packing import packed
 from edgeinfer.backends.native.packing.packed import LAYOUT, MAGIC, packed_path
 from edgeinfer.cli import main
 from edgeinfer.common import devices
@@ -215,7 +216,7 @@ HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no UTF-8": lambda header: json.dumps(header).encode() + b"\xff",
     "UTF-16": lambda header: json.dumps(header).encode("utf-16"),
     "5,000 digits": lambda header: b'{"layout": ' + b"9" * 5000 + b"}",
-    "more behind it": lambda header: json.dumps(header).encode() + b"{}",
+    "more after it": lambda header: json.dumps(header).encode() + b"{}",
     "other bits": replaced("ternary_bits", by="7"),
     "bits that are a list": replaced("ternary_bits", by=["2"]),
 }

@@ -82,8 +82,8 @@ def test_logits_with_a_device_are_those_of_the_kernels(path: Path, bits: Ternary
         device = NumpyDevice()
         session = session_of(path, device, n_threads, bits)
         for n in (70, 75):
-            wanted = alone.forward(tokens[n - 70 : n], logits="all").logits
-            assert np.array_equal(session.forward(tokens[n - 70 : n], logits="all").logits, wanted)
+            expected = alone.forward(tokens[n - 70 : n], logits="all").logits
+            assert np.array_equal(session.forward(tokens[n - 70 : n], logits="all").logits, expected)
         n_rows = np.zeros(len(device.trits), dtype=int)
         for number, n in device.calls:
             n_rows[number] += n
@@ -96,13 +96,13 @@ def test_logits_with_a_device_are_those_of_the_kernels(path: Path, bits: Ternary
 def test_a_device_that_fails_is_an_error_with_its_matrix_and_the_session_goes_on(path: Path) -> None:
     device = NumpyDevice()
     session, right = session_of(path, device), device.answer
-    wanted = session.forward([1, 2, 3]).logits
+    expected = session.forward([1, 2, 3]).logits
     device.answer = lambda number, x: None if number == 5 else right(number, x)
     with pytest.raises(BackendLost, match="the device of ternary products failed at matrix 5"):
         session.forward([1, 2, 3])
     assert device.calls[-1][0] == 5
     device.answer = right
-    assert np.array_equal(session.forward([1, 2, 3]).logits, wanted)
+    assert np.array_equal(session.forward([1, 2, 3]).logits, expected)
 
 
 def test_a_pass_is_interrupted_between_rows_of_a_device(path: Path) -> None:

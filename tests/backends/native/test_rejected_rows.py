@@ -1,4 +1,4 @@
-"""Experts that only rejected drafts wanted: their recency is as if these had never been in the pass."""
+"""Experts that only rejected drafts needed: their recency is as if these had never been in the pass."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ def model(path: Path) -> Iterator[NativeModel]:
 
 @dataclass
 class Recency:
-    """The pass that wanted each (layer, expert) last, as the rows say that were not rejected."""
+    """The pass that needed each (layer, expert) last, as the rows say that were not rejected."""
 
     model: NativeModel
     n_passes: int = 0
@@ -51,12 +51,12 @@ class Recency:
     def passed(self, kept: Sequence[int]) -> None:
         """A pass is over; these of its rows were not rejected. What the cache says must be the same."""
         self.n_passes += 1
-        wanted: set[tuple[int, int]] = set()
+        needed: set[tuple[int, int]] = set()
         for layer, of_rows in enumerate(self.model.routing()):
             of_kept = {(layer, expert) for expert in of_rows[list(kept)].reshape(-1).tolist()}
             self.last |= dict.fromkeys(of_kept, self.n_passes)
-            wanted |= {(layer, expert) for expert in of_rows.reshape(-1).tolist()} - of_kept
-        self.n_forgotten += len(wanted)
+            needed |= {(layer, expert) for expert in of_rows.reshape(-1).tolist()} - of_kept
+        self.n_forgotten += len(needed)
         assert self.found() == self.last
 
     def found(self) -> dict[tuple[int, int], int]:
@@ -91,7 +91,7 @@ def test_a_rejected_branch_leaves_recency_as_it_was(model: NativeModel, seed: in
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_another_text_of_the_pass_wants_stays_recent(model: NativeModel, seed: int) -> None:
+def test_what_another_text_of_the_pass_needs_stays_recent(model: NativeModel, seed: int) -> None:
     rng, texts, recency = random.Random(seed), [model.session() for _ in range(3)], Recency(model)
     for _ in range(12):
         trees = [tree(rng, rng.randint(1, 5)) for _ in texts]

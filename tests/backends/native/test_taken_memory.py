@@ -39,7 +39,7 @@ def loaded(file: ModelFile, isa: str | None = None, **options: bool) -> NativeSe
 def logits(path: Path, isa: str | None = None, **options: bool) -> np.ndarray:
     with ModelFile.open(path) as file:
         session = loaded(file, isa, **options)
-    found = session.forward(IDS, logits="all").logits  # behind the end of the file's own time
+    found = session.forward(IDS, logits="all").logits  # after the end of the file's own time
     session.close()
     return found
 

@@ -111,7 +111,7 @@ def test_a_pass_that_runs_stops_before_its_next_operator(
     program = session.model.decoder.program
 
     class Interrupting:
-        """As if the call came just behind the beginning of the pass."""
+        """As if the call came just after the beginning of the pass."""
 
         def __init__(self, session: Any) -> None:
             self._session = session

@@ -164,7 +164,7 @@ def test_a_tree_is_what_the_host_would_choose(
     # The host adds logarithms: where two nodes are reached as often to seven digits, they may change places.
     assert nodes.tokens.tolist() == tokens and nodes.parents.tolist() == parents
     np.testing.assert_allclose(nodes.p, p, rtol=2e-3)
-    for row in range(len(nodes.candidates)):  # behind the prompt, and behind each node that was passed
+    for row in range(len(nodes.candidates)):  # after the prompt, and after each node that was passed
         text = [*prompt, *(tokens[node] for node in (branch_to(row - 1, parents) if row else []))]
         probabilities = np.exp(log_softmax(alone.forward(text).logits[0][:200]))
         assert nodes.candidates[row, 0] == probabilities.argmax() and (np.diff(nodes.probabilities[row]) <= 0).all()

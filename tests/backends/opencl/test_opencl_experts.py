@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy_tier import expert_outputs
+from numpy_experts import expert_outputs
 from tiny_experts import ExpertArchitecture, write_tiny_experts
 
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
@@ -42,10 +42,10 @@ def differences(path: Path, device: OpenCLDevice, rng: np.random.Generator) -> l
                 experts.start(layer, places, rows)
                 parts = np.split(rows, np.cumsum([n for _, n in places])[:-1])
                 of_slot = {0: 3, 1: 6, 2: 4}
-                wanted = [
+                parts = [
                     expert_outputs(file, block, of_slot[slot], x) for (slot, _), x in zip(places, parts, strict=True)
                 ]
-                expected = np.concatenate(wanted)
+                expected = np.concatenate(parts)
                 found.append(float(np.abs(experts.finish() - expected).max() / np.abs(expected).max()))
         buffers = expert_buffers(file, spec, N_BATCH, device.info)
         assert experts.n_bytes == buffers.total(3) and buffers.n_experts == 8 * len(layers)

@@ -1010,7 +1010,7 @@ def test_saving_says_what_was_saved_and_a_failure_leaves_nothing(model, tmp_path
         person.say("/clear")
         person.see("cleared")
         person.say("/save ~/folder")
-        person.see(f"error: {home}/folder: This is a folder, wanted is a file")
+        person.see(f"error: {home}/folder: This is a folder, expected a file")
         person.say("/save ~/nowhere/x")
         person.see(f"error: {home}/nowhere: There is no such folder")
         person.say("/save /dev/full")

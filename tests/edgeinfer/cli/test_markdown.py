@@ -266,11 +266,11 @@ def test_no_letter_is_lost_whatever_the_markdown(width, seed):
     source, parts, columns = random_markdown(seed)
     width(columns)
     output = text_of(shown(source))
-    wanted = [letter for letter in source.replace("\x1b[31m", "31m") if letter.isalnum()]
+    expected = [letter for letter in source.replace("\x1b[31m", "31m") if letter.isalnum()]
     found = [letter for letter in output if letter.isalnum()]
-    assert not Counter(wanted) - Counter(found)
+    assert not Counter(expected) - Counter(found)
     if "|---" not in source and "![" not in source:  # a table is laid out anew, an image may get a name
-        assert found == wanted
+        assert found == expected
     assert text_of(shown(source, parts)) == output, "where the parts end must not matter"
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", output)
 

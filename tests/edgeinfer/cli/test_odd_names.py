@@ -59,13 +59,13 @@ def test_text_from_a_file_packed_and_not_with_drafts(model: Path, folder: Path) 
     text = folder / f"{ODD}.txt"
     text.write_text("hello")
     flags = ("-n", "4", "--temp", "0")
-    wanted = ran("generate", "hello", "-m", plain, *flags).stdout
+    expected = ran("generate", "hello", "-m", plain, *flags).stdout
     head = Path(shutil.copy(write_tiny_head(folder.parent / "h.gguf", plain), folder / f"{ODD} head.gguf"))
     for more in ([], ["-md", head], ["--draft", str(head)]):
-        assert ran("generate", "-f", text, "-m", model, *flags, *more).stdout == wanted
+        assert ran("generate", "-f", text, "-m", model, *flags, *more).stdout == expected
     ran("pack", model)
     ran("pack", model, "--verify")
-    assert ran("generate", "hello", "-m", model, *flags).stdout == wanted
+    assert ran("generate", "hello", "-m", model, *flags).stdout == expected
     assert json.loads(ran("inspect", model, "--json").stdout)["path"] == str(model)
     ran("profile", model, "-md", head)
     assert json.loads(ran("profile", model, "--json").stdout)["model"] == str(model)
@@ -78,13 +78,13 @@ def test_experts_on_disk_and_the_error_about_them(folder: Path) -> None:
         if packed:
             ran("pack", model)
         with edgeinfer.load(plain, expert_cache="50%") as expected, edgeinfer.load(model, expert_cache="50%") as engine:
-            wanted = expected.generate("hello", max_tokens=4, temperature=0.0).text
-            assert engine.generate("hello", max_tokens=4, temperature=0.0).text == wanted
+            expected = expected.generate("hello", max_tokens=4, temperature=0.0).text
+            assert engine.generate("hello", max_tokens=4, temperature=0.0).text == expected
             of_experts = model.with_name(f"{model.name}.packed") if packed else model
             with of_experts.open("r+b") as file:
                 file.truncate(5000)
             with pytest.raises(EdgeInferError) as caught:
-                engine.generate("another text, which wants other experts " * 3, max_tokens=8)
+                engine.generate("another text, which needs other experts " * 3, max_tokens=8)
             assert ODD in str(caught.value)
         shutil.copy(plain, model)
 

@@ -173,7 +173,7 @@ def test_most_tokens_and_stop_texts_can_be_set(settings):
         ("stop", "needs a value"),
     ],
 )
-def test_a_bad_value_says_what_is_wanted_and_changes_nothing(settings, line, message):
+def test_a_bad_value_says_what_is_expected_and_changes_nothing(settings, line, message):
     changed = settings("--temp", "0.5")
     with pytest.raises((EdgeInferError, click.UsageError)) as refused:
         changed.set(line)

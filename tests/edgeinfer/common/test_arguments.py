@@ -1,4 +1,4 @@
-"""Whatever is given to the public calls, they take it or raise an error of the package that says what was wanted."""
+"""Whatever is given to the public calls, they take it or raise an error of the package that says what was expected."""
 
 import math
 from pathlib import Path
@@ -78,10 +78,10 @@ def engine(model):
         yield engine
 
 
-def assert_takes(call, wanted):
-    """Of the odd values the call takes those wanted; to others it says in a typed error what it must be instead."""
+def assert_takes(call, expected):
+    """Of the odd values the call takes those expected; to others it says in a typed error what it must be instead."""
     for value in ODD:
-        if any(value is one for one in wanted):
+        if any(value is one for one in expected):
             call(value)
             continue
         with pytest.raises(InvalidArgument, match=" must be | is one of | at least one |only one "):

@@ -1,4 +1,4 @@
-"""Names of files that callers give, the user's folders, and files that are written whole or not at all."""
+"""Names of files that callers give, the user's folders, and files that are written atomically."""
 
 import errno
 import json
@@ -78,9 +78,9 @@ def test_a_tilde_in_front_is_a_home_folder_and_nowhere_else(given, meant, tmp_pa
     cwd.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(cwd)
-    wanted = Path(meant.replace("CWD", str(cwd)).replace("HOME", str(home)) if meant != "$HOME" else meant)
+    expected = Path(meant.replace("CWD", str(cwd)).replace("HOME", str(home)) if meant != "$HOME" else meant)
     found = check_file_name("path", given)
-    assert found == wanted
+    assert found == expected
     assert check_file_name("path", found) == found  # names pass through several of these checks
 
 
@@ -445,7 +445,7 @@ def test_a_folder_as_the_target_of_save_leaves_nothing_behind_and_says_so(tmp_pa
     model = write_tiny_model(tmp_path / "tiny.gguf")
     (tmp_path / "folder").mkdir()
     with edgeinfer.load(model, backend="reference") as engine:
-        with pytest.raises(IsADirectoryError, match="This is a folder, wanted is a file"):
+        with pytest.raises(IsADirectoryError, match="This is a folder, expected a file"):
             engine.chat().save(tmp_path / "folder")
         engine.chat("é").save(tmp_path / "talk.jsonl")
     assert names_in(tmp_path) == ["folder", "talk.jsonl", "tiny.gguf"] and names_in(tmp_path / "folder") == []

@@ -86,8 +86,8 @@ def test_the_file_is_that_of_the_quantisation(name, files, chosen):
 
 def test_all_parts_of_a_split_model_are_meant_whichever_is_named():
     parts = [f"Q4_K_M/m-Q4_K_M-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
-    for wanted in (HubReference("u/r"), HubReference("u/r", "Q4_K_M"), HubReference("u/r", None, parts[1])):
-        assert choose(wanted, ["m-Q8_0.gguf", *reversed(parts)]) == parts
+    for expected in (HubReference("u/r"), HubReference("u/r", "Q4_K_M"), HubReference("u/r", None, parts[1])):
+        assert choose(expected, ["m-Q8_0.gguf", *reversed(parts)]) == parts
     with pytest.raises(ModelNotFound, match="lacks part 2$"):
         choose(HubReference("u/r"), [parts[0], parts[2]])
 

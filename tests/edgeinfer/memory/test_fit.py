@@ -1,4 +1,4 @@
-"""What a load does without so that it fits, by plans without a model."""
+"""What a load reduces to fit, by plans without a model."""
 
 import itertools
 from dataclasses import replace
@@ -11,7 +11,7 @@ from edgeinfer.memory.budget import Item, Ledger
 from edgeinfer.memory.fit import (
     FitSettings,
     Fitting,
-    Ladder,
+    SteppedSetting,
     fit,
     largest_n_ctx,
     least_settings,
@@ -20,11 +20,11 @@ from edgeinfer.memory.fit import (
 from edgeinfer.memory.limit import Limit
 from edgeinfer.memory.refusal import FileSizes, refusal
 
-WANTED = FitSettings(n_ctx=100, n_batch=128)
-KNOBS = [
-    Ladder("tables", [0, 1, 2, None]),
-    Ladder("places", ["all", "none"]),
-    Ladder("expert_cache", [None, 300, 100]),
+REQUESTED = FitSettings(n_ctx=100, n_batch=128)
+REDUCIBLE = [
+    SteppedSetting("tables", [0, 1, 2, None]),
+    SteppedSetting("places", ["all", "none"]),
+    SteppedSetting("expert_cache", [None, 300, 100]),
     smaller_batches(128),
 ]
 FILE = FileSizes(Path("some.gguf"), 1100, 1000, 1000)
@@ -43,12 +43,12 @@ def ledger_of(settings: FitSettings) -> Ledger:
     return Ledger(tuple(items), loading=8)
 
 
-def settled(limit: int, wanted: FitSettings = WANTED) -> FitSettings | None:
-    return fit(wanted, KNOBS, Fitting(ledger_of, limit))
+def settled(limit: int, requested: FitSettings = REQUESTED) -> FitSettings | None:
+    return fit(requested, REDUCIBLE, Fitting(ledger_of, limit))
 
 
-ALL = ledger_of(WANTED).peak
-LEAST = ledger_of(least_settings(WANTED, KNOBS)).peak
+ALL = ledger_of(REQUESTED).peak
+LEAST = ledger_of(least_settings(REQUESTED, REDUCIBLE)).peak
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ LEAST = ledger_of(least_settings(WANTED, KNOBS)).peak
 def test_things_are_given_up_in_their_order_and_come_back_as_far_as_there_is_room(missing: int, changes: dict) -> None:
     found = settled(ALL - missing)
     assert found is not None and ledger_of(found).peak <= ALL - missing
-    assert found == replace(WANTED, **changes)
+    assert found == replace(REQUESTED, **changes)
 
 
 def test_whatever_fits_with_the_least_is_found_and_nothing_below_it() -> None:
@@ -82,7 +82,7 @@ def test_whatever_fits_with_the_least_is_found_and_nothing_below_it() -> None:
 
 def test_no_setting_that_would_fit_better_is_missed() -> None:
     """Of all combinations that fit, the one that gives up least of the last thing, then of the one before it."""
-    values = [knob.values for knob in KNOBS]
+    values = [setting.values for setting in REDUCIBLE]
     for limit in range(LEAST, ALL, 13):
         ranks = [
             tuple(reversed(rank))
@@ -95,8 +95,8 @@ def test_no_setting_that_would_fit_better_is_missed() -> None:
 
 
 def _with(rank: tuple[int, ...], values: list) -> FitSettings:
-    changes = {knob.field: each[at] for knob, each, at in zip(KNOBS, values, rank, strict=True)}
-    return replace(WANTED, **changes)
+    changes = {setting.field: each[at] for setting, each, at in zip(REDUCIBLE, values, rank, strict=True)}
+    return replace(REQUESTED, **changes)
 
 
 @pytest.mark.parametrize("n_batch, steps", [(512, [512, 256, 128, 64, 32, 16]), (100, [100, 50, 25, 16]), (7, [7])])
@@ -112,8 +112,8 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edgeinfer.memory.refusal._NOISE", 0)
 
 
-def refused(limit: int, wanted: FitSettings = WANTED) -> str:
-    settings = least_settings(wanted, KNOBS)
+def refused(limit: int, requested: FitSettings = REQUESTED) -> str:
+    settings = least_settings(requested, REDUCIBLE)
     return str(refusal(FILE, settings, Fitting(ledger_of, limit), Limit(limit, limit)))
 
 
@@ -132,7 +132,7 @@ def test_what_does_not_help_is_not_proposed() -> None:
 
 @pytest.mark.parametrize("limit, n_ctx", [(LEAST - 991, 0), (LEAST - 990, 1), (LEAST - 370, 63), (LEAST - 1, 64)])
 def test_the_largest_n_ctx_keeps_to_the_limit(limit: int, n_ctx: int) -> None:
-    assert largest_n_ctx(least_settings(WANTED, KNOBS), Fitting(ledger_of, limit)) == n_ctx
+    assert largest_n_ctx(least_settings(REQUESTED, REDUCIBLE), Fitting(ledger_of, limit)) == n_ctx
 
 
 def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
@@ -141,7 +141,7 @@ def test_a_cache_type_that_the_model_cannot_have_is_not_proposed() -> None:
             raise InvalidArgument("heads of 80 numbers have no q8_0")
         return ledger_of(settings)
 
-    settings = least_settings(WANTED, KNOBS)
+    settings = least_settings(REQUESTED, REDUCIBLE)
     message = str(refusal(FILE, settings, Fitting(picky, LEAST - 1), Limit(LEAST - 1, LEAST - 1)))
     assert "-c 64" in message and "q8_0" not in message
 
@@ -153,7 +153,7 @@ def test_what_fits_is_found_in_few_plans() -> None:
         asked.append(settings)
         return ledger_of(settings)
 
-    assert largest_n_ctx(replace(WANTED, n_ctx=2**31 - 1), Fitting(counted, 1_000_000)) == 99776
+    assert largest_n_ctx(replace(REQUESTED, n_ctx=2**31 - 1), Fitting(counted, 1_000_000)) == 99776
     assert len(asked) <= 32
 
 
@@ -164,6 +164,6 @@ def test_what_a_device_refuses_is_refused_with_what_fits_too() -> None:
         return ledger_of(settings)
 
     fitting = Fitting(of_a_device, 10**9)
-    assert fit(WANTED, KNOBS, fitting) is None
-    error = refusal(FILE, WANTED, fitting, Limit(10**9, 10**9))
+    assert fit(REQUESTED, REDUCIBLE, fitting) is None
+    error = refusal(FILE, REQUESTED, fitting, Limit(10**9, 10**9))
     assert str(error) == "100 are too many for the device: n_ctx 64 fits (-c 64)"

@@ -9,7 +9,7 @@ import pytest
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.sizes import SizeRequest
 from edgeinfer.common.types import ExpertSizes
-from edgeinfer.offload.cache_size import ALL, AUTO, fitting_bytes, largest_cache, parse, wanted_bytes
+from edgeinfer.offload.cache_size import ALL, AUTO, fitting_bytes, largest_cache, parse, requested_bytes
 from edgeinfer.offload.size_search import LEAST_TOKENS, CacheSizeSearch, load_search, save_search
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -88,14 +88,14 @@ def test_with_all_but_no_memory_left_it_is_the_least() -> None:
     [("25%", 4 * GIB), ("6GiB", 6 * GIB), (64 * MIB, 64 * MIB), ("16GiB", None), ("1TB", None), ("auto", None)],
 )
 def test_a_share_is_of_all_experts_and_what_holds_them_all_is_no_cache(value: object, n_bytes: int | None) -> None:
-    assert wanted_bytes(parse(value), SIZES) == n_bytes
-    assert wanted_bytes(parse(None), SIZES) is None
+    assert requested_bytes(parse(value), SIZES) == n_bytes
+    assert requested_bytes(parse(None), SIZES) is None
 
 
 def test_a_cache_that_is_too_small_is_refused_with_the_number_that_works() -> None:
     with pytest.raises(InvalidArgument, match=f"10.0 MiB is too small: a pass needs 64.0 MiB .8 experts.*{64 * MIB}"):
-        wanted_bytes(parse("10MiB"), SIZES)
-    assert wanted_bytes(parse(str(64 * MIB)), SIZES) == 64 * MIB
+        requested_bytes(parse("10MiB"), SIZES)
+    assert requested_bytes(parse(str(64 * MIB)), SIZES) == 64 * MIB
 
 
 # ---- the search ------------------------------------------------------------------------------------------------------

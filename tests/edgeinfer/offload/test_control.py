@@ -199,7 +199,7 @@ def test_passes_of_several_rows_are_learnt_from_and_not_timed(cache: FakeCache) 
     assert not cache.prefetch and not load_search("search").runs
     assert load_usage("usage", 3, 4).counts[2, 0] > 250
     cache.counts = Stats()  # as of another cache: nothing is asked of it any more
-    assert watched.reads().wanted == 404 and watched.reads().hit_rate == 0.5
+    assert watched.reads().needed == 404 and watched.reads().hit_rate == 0.5
 
 
 def test_a_pass_that_was_stopped_or_not_begun_says_nothing(cache: FakeCache) -> None:
@@ -212,8 +212,8 @@ def test_a_pass_that_was_stopped_or_not_begun_says_nothing(cache: FakeCache) -> 
 
 
 def test_a_model_without_a_cache_is_not_watched(cache: FakeCache) -> None:
-    model = SimpleNamespace(watcher=None, expert_cache=None)
-    assert control_experts(model, SimpleNamespace(tensors={}), SIZES, 2) is None and model.watcher is None
+    model = SimpleNamespace(pass_hook=None, expert_cache=None)
+    assert control_experts(model, SimpleNamespace(tensors={}), SIZES, 2) is None and model.pass_hook is None
     model.expert_cache = cache
     watched = control_experts(model, SimpleNamespace(tensors={}), SIZES, 2)
-    assert watched is not None and model.watcher == watched.run
+    assert watched is not None and model.pass_hook == watched.run

@@ -11,7 +11,7 @@ from edgeinfer.offload.placement import (
     Assignment,
     ExpertTimes,
     GpuCache,
-    WantedExpert,
+    NeededExpert,
     interpolated,
     timed,
 )
@@ -20,23 +20,23 @@ from edgeinfer.offload.routing import Routing
 TIMES = ExpertTimes(cpu=lambda rows: 1.0 * rows, gpu=lambda rows: 0.25 + 0.05 * rows, transfer=1.5, read=3.0)
 
 
-def random_layer(rng: np.random.Generator, n: int) -> list[WantedExpert]:
+def random_layer(rng: np.random.Generator, n: int) -> list[NeededExpert]:
     """A layer of a pass of several rows, with some experts on the GPU and some on disk only."""
     return [
-        WantedExpert(expert, int(rng.integers(1, 9)), bool(rng.random() < 0.4), bool(rng.random() < 0.8))
+        NeededExpert(expert, int(rng.integers(1, 9)), bool(rng.random() < 0.4), bool(rng.random() < 0.8))
         for expert in range(n)
     ]
 
 
 def test_the_times_of_an_assignment_by_hand() -> None:
     """GPU: expert 0 0..0.45; 1 is read 0..3, moved 3..4.5, computed 4.5..4.8. CPU: 2 0..2; 3 is read 3..6, 6..7."""
-    wanted = [
-        WantedExpert(0, 4, on_gpu=True),
-        WantedExpert(1, 1, in_memory=False),
-        WantedExpert(2, 2),
-        WantedExpert(3, 1, in_memory=False),
+    needed = [
+        NeededExpert(0, 4, on_gpu=True),
+        NeededExpert(1, 1, in_memory=False),
+        NeededExpert(2, 2),
+        NeededExpert(3, 1, in_memory=False),
     ]
-    found = timed(frozenset({0, 1}), wanted, TIMES)
+    found = timed(frozenset({0, 1}), needed, TIMES)
     assert (found.cpu, found.gpu, found.transfers) == ((2, 3), (0, 1), (1,))
     assert found.cpu_seconds == pytest.approx(7.0) and found.gpu_seconds == pytest.approx(4.8)
     assert found.seconds == found.cpu_seconds
@@ -44,16 +44,16 @@ def test_the_times_of_an_assignment_by_hand() -> None:
 
 def test_transfers_are_hidden_behind_what_the_gpu_computes() -> None:
     slow = ExpertTimes(cpu=lambda rows: 10.0, gpu=lambda rows: 2.0, transfer=1.0)
-    wanted = [WantedExpert(0, 1, on_gpu=True), WantedExpert(1, 1), WantedExpert(2, 1)]
-    found = assign(wanted, slow)
+    needed = [NeededExpert(0, 1, on_gpu=True), NeededExpert(1, 1), NeededExpert(2, 1)]
+    found = assign(needed, slow)
     assert found.gpu == (0, 1, 2) and found.transfers == (1, 2) and found.seconds == pytest.approx(6.0)
 
 
 def test_experts_with_many_rows_go_to_the_gpu_and_those_with_few_to_an_idle_cpu() -> None:
-    wanted = [WantedExpert(expert, rows) for expert, rows in enumerate((1, 8, 1, 6))]
-    found = assign(wanted, TIMES)
+    needed = [NeededExpert(expert, rows) for expert, rows in enumerate((1, 8, 1, 6))]
+    found = assign(needed, TIMES)
     assert set(found.gpu) == {1, 3} and set(found.cpu) == {0, 2}
-    held = [WantedExpert(expert, 1, on_gpu=True) for expert in range(8)]
+    held = [NeededExpert(expert, 1, on_gpu=True) for expert in range(8)]
     shared = assign(held, ExpertTimes(cpu=lambda rows: 1.0, gpu=lambda rows: 1.0, transfer=1.0))
     assert len(shared.cpu) == len(shared.gpu) == 4 and not shared.transfers
 
@@ -64,17 +64,17 @@ def test_the_greedy_rule_is_near_the_best_of_all_ways(transfer: float, read: flo
     times = ExpertTimes(TIMES.cpu, TIMES.gpu, transfer, read)
     ratios = []
     for _ in range(60):
-        wanted = random_layer(rng, int(rng.integers(1, 9)))
-        found, best = assign(wanted, times), best_of_all(wanted, times)
-        assert best.seconds <= found.seconds <= min(on_cpu(wanted, times).seconds, where_held(wanted, times).seconds)
-        assert sorted(found.cpu + found.gpu) == [of.expert for of in wanted]
+        needed = random_layer(rng, int(rng.integers(1, 9)))
+        found, best = assign(needed, times), best_of_all(needed, times)
+        assert best.seconds <= found.seconds <= min(on_cpu(needed, times).seconds, where_held(needed, times).seconds)
+        assert sorted(found.cpu + found.gpu) == [of.expert for of in needed]
         ratios.append(found.seconds / best.seconds)
     assert np.mean(ratios) < 1.02 and max(ratios) < 1.3
 
 
 def test_the_same_layer_gets_the_same_assignment_and_none_is_nothing() -> None:
-    wanted = random_layer(np.random.default_rng(1), 40)
-    assert assign(wanted, TIMES) == assign(list(wanted), TIMES)
+    needed = random_layer(np.random.default_rng(1), 40)
+    assert assign(needed, TIMES) == assign(list(needed), TIMES)
     assert assign([], TIMES) == Assignment((), (), (), 0.0, 0.0)
 
 
@@ -103,7 +103,7 @@ def test_the_gpu_keeps_the_experts_with_the_largest_scores() -> None:
 
 
 def recorded(n_rows: int) -> Routing:
-    """A text whose favourite experts drift, with checks of n_rows tokens behind the prompt."""
+    """A text whose favourite experts drift, with checks of n_rows tokens after the prompt."""
     rng = np.random.default_rng(7)
     n_tokens, liking = 24 + 24 * n_rows, 2.0 * rng.normal(size=(4, 16))
     chosen = np.empty((n_tokens, 4, 4), np.int32)

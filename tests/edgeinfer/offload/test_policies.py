@@ -47,9 +47,9 @@ class ScannedRecency:
     def holds(self, layer: int, expert: int) -> bool:
         return (layer, expert) in self.last
 
-    def begin(self, number: int, layer: int, wanted: list[int]) -> list[tuple[int, int]]:
-        missing = [expert for expert in wanted if not self.holds(layer, expert)]
-        self.last |= {(layer, expert): number for expert in wanted if expert not in missing}
+    def begin(self, number: int, layer: int, needed: list[int]) -> list[tuple[int, int]]:
+        missing = [expert for expert in needed if not self.holds(layer, expert)]
+        self.last |= {(layer, expert): number for expert in needed if expert not in missing}
         evicted = []
         for expert in missing:
             if len(self.last) >= self.capacity:
@@ -89,7 +89,7 @@ def test_a_damaged_trace_is_refused(tmp_path: Path, found: str, instead: str, sa
         read_trace(path)
 
 
-def test_rows_of_one_pass_want_an_expert_once() -> None:
+def test_rows_of_one_pass_need_an_expert_once() -> None:
     chosen = np.array([[[0, 1]], [[1, 2]], [[3, 1]]], np.int32)
     assert list(Routing(chosen, 4, 2, [2, 1]).passes()) == [(True, [[0, 1, 2]]), (False, [[1, 3]])]
     with pytest.raises(InvalidArgument, match="all 3 tokens"):
@@ -102,12 +102,12 @@ def test_the_policy_evicts_what_a_scan_for_its_rule_finds(capacity: int, seed: i
     routing = routed(40, 5, 12, 3, seed)
     fast, plain = PassRecency(capacity), ScannedRecency(capacity, 5)
     for number, (_, layers) in enumerate(routing.passes()):
-        for layer, wanted in enumerate(layers):
-            assert fast.begin(number, layer, wanted) == plain.begin(number, layer, wanted)
-            assert all(fast.holds(layer, expert) for expert in wanted)
+        for layer, needed in enumerate(layers):
+            assert fast.begin(number, layer, needed) == plain.begin(number, layer, needed)
+            assert all(fast.holds(layer, expert) for expert in needed)
 
 
-def test_lru_evicts_what_was_wanted_first() -> None:
+def test_lru_evicts_what_was_needed_first() -> None:
     cache = LeastRecent(3)
     assert cache.begin(0, 0, [1, 2]) == [] and cache.begin(0, 1, [1]) == []
     assert cache.begin(1, 0, [1, 5]) == [(0, 2)]
@@ -124,7 +124,7 @@ def test_a_cache_below_one_token_has_hits_with_whole_passes_and_none_with_lru() 
 @pytest.mark.parametrize("seed", range(6))
 def test_belady_has_as_many_hits_as_the_best_of_all_ways_to_evict(seed: int) -> None:
     routing = routed(7, 2, 4, 1, seed)
-    steps = [(layer, wanted[0]) for _, layers in routing.passes() for layer, wanted in enumerate(layers)]
+    steps = [(layer, needed[0]) for _, layers in routing.passes() for layer, needed in enumerate(layers)]
 
     @cache
     def most_hits(time: int, held: frozenset[tuple[int, int]]) -> int:
@@ -153,10 +153,10 @@ def test_a_cache_never_holds_more_than_it_may_and_all_of_a_pass(make: Callable[[
     routing, cache = routed(60, 4, 8, 2, 1), make(9)
     held: set[tuple[int, int]] = set()
     for number, (_, layers) in enumerate(routing.passes()):
-        for layer, wanted in enumerate(layers):
-            evicted = cache.begin(number, layer, wanted)
-            held = (held | {(layer, expert) for expert in wanted}) - set(evicted)
-            assert len(held) <= 9 and all((layer, expert) in held for expert in wanted)
+        for layer, needed in enumerate(layers):
+            evicted = cache.begin(number, layer, needed)
+            held = (held | {(layer, expert) for expert in needed}) - set(evicted)
+            assert len(held) <= 9 and all((layer, expert) in held for expert in needed)
 
 
 def test_with_room_for_all_only_first_uses_miss() -> None:
@@ -168,9 +168,9 @@ def test_with_room_for_all_only_first_uses_miss() -> None:
 def test_the_prompt_fills_the_cache_and_is_not_counted() -> None:
     chosen = np.array([[[0, 1]], [[0, 1]]], np.int32)
     counts = count_hits(Routing(chosen, 4, n_prompt=1), PassRecency(2))
-    assert (counts.wanted, counts.hits, counts.hit_rate) == (2, 2, 1.0)
+    assert (counts.needed, counts.hits, counts.hit_rate) == (2, 2, 1.0)
 
 
-def test_a_cache_below_what_a_pass_wants_is_refused_with_the_number_that_works() -> None:
-    with pytest.raises(InvalidArgument, match="wants 3"):
+def test_a_cache_below_what_a_pass_needs_is_refused_with_the_number_that_works() -> None:
+    with pytest.raises(InvalidArgument, match="needs 3"):
         hit_rates(routed(4, 2, 8, 3, 0), 2)

@@ -13,18 +13,14 @@ N_LAYERS, N_USED = 8, 8
 
 @dataclass(frozen=True)
 class Disk:
-    """A layer computes for `compute` seconds, its missing experts take `read` each; passes wait for what is not hidden.
-
-    misses: of a layer, in the mean.  precision: of what is read ahead.  useless: share of the wrong guesses that is not
-    in memory yet, and is read.  noise: of a pass.
-    """
+    """A layer takes `compute` seconds, its missing experts `read` each; passes wait for what is not hidden."""
 
     compute: float = 1.0
     read: float = 0.5
-    misses: float = 2.0
-    precision: float = 0.85
-    useless: float = 0.3
-    noise: float = 0.1
+    misses: float = 2.0  # of a layer, in the mean
+    precision: float = 0.85  # of what is read ahead
+    useless: float = 0.3  # share of the wrong guesses that is not in memory yet, and is read
+    noise: float = 0.1  # of a pass
 
     def run(self, amounts: list[int], rng: np.random.Generator) -> tuple[float, list[int], list[int], float, float]:
         """(seconds of a pass, issued and useful by layer, seconds waited, seconds that the disk read)."""
@@ -35,7 +31,7 @@ class Disk:
             right = int(rng.binomial(missing, self.precision * n / N_USED)) if n else 0
             wrong = int(rng.binomial(n, (1 - self.precision) * self.useless)) if n else 0
             issued[layer], useful[layer] = right + wrong, right
-            ahead = max(0.0, (right + wrong) * self.read - self.compute)  # behind the layer before
+            ahead = max(0.0, (right + wrong) * self.read - self.compute)  # after the layer before
             wait = ahead + (missing - right) * self.read
             seconds, waited = seconds + self.compute + wait, waited + wait
             busy += (missing + wrong) * self.read

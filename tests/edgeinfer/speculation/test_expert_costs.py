@@ -1,4 +1,4 @@
-"""What passes cost with experts: calibration with text, unions and waits that are learnt, and what a token wants."""
+"""What passes cost with experts: calibration with text, unions and waits that are learnt, and what a token needs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -114,7 +114,7 @@ def test_unions_are_written_and_read_back(tmp_path: Path) -> None:
 # ---- costs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_text_whose_tokens_want_the_same_experts_is_cheaper_to_verify() -> None:
+def test_a_text_whose_tokens_need_the_same_experts_is_cheaper_to_verify() -> None:
     passes = Passes()
     costs = ExpertCostModel(CURVE, passes)
     before = list(costs.milliseconds(0))
@@ -128,7 +128,7 @@ def test_a_text_whose_tokens_want_the_same_experts_is_cheaper_to_verify() -> Non
     assert now[8] < 0.85 * before[8]
 
 
-def test_a_pass_that_wanted_unusually_many_experts_says_nothing_about_the_machine() -> None:
+def test_a_pass_that_needed_unusually_many_experts_says_nothing_about_the_machine() -> None:
     passes = Passes()
     costs = ExpertCostModel(CURVE, passes)
     for union in (3.4, 1.4) * 100:
@@ -151,7 +151,7 @@ def test_expected_waits_for_the_disk_are_part_of_the_cost() -> None:
     assert costs.without_waits(4, 0) == pytest.approx(22.0, rel=0.1)
 
 
-def test_what_further_tokens_want_may_be_missing_more_often() -> None:
+def test_what_further_tokens_need_may_be_missing_more_often() -> None:
     passes = Passes(is_cached=True, disk_ms=40.0)
     costs = ExpertCostModel(CURVE, passes)
     for n, union, missing in [(1, 1.0, 0.1), (4, 2.4, 0.1 + 1.4 * 0.5)] * 100:
@@ -186,7 +186,7 @@ def test_no_observation_makes_a_cost_negative() -> None:
         assert min(costs.milliseconds(0)[1:]) > 0.0
 
 
-# ---- what tokens want ------------------------------------------------------------------------------------------------
+# ---- what tokens need ------------------------------------------------------------------------------------------------
 
 
 def test_the_table_keeps_the_tokens_that_came_last() -> None:
@@ -202,21 +202,21 @@ def test_the_table_keeps_the_tokens_that_came_last() -> None:
 
 
 class Model:
-    """A model of two layers with experts and one without, whose tokens always want the same."""
+    """A model of two layers with experts and one without, whose tokens always need the same."""
 
-    watcher: Any = None
+    pass_hook: Any = None
 
     def __init__(self) -> None:
-        self.wanted = {token: [[token % 8, 8], [-1, -1], [9, token % 8]] for token in range(20)}
+        self.needed = {token: [[token % 8, 8], [-1, -1], [9, token % 8]] for token in range(20)}
         self.present = np.zeros((3, 16), np.uint8)
         self._last: list[int] = []
 
     def routing(self) -> NDArray[np.int32]:
-        return np.array([self.wanted[token] for token in self._last], np.int32).transpose(1, 0, 2)
+        return np.array([self.needed[token] for token in self._last], np.int32).transpose(1, 0, 2)
 
     def run(self, tokens: list[int]) -> None:
         self._last = tokens
-        self.watcher(tokens, lambda: True)
+        self.pass_hook(tokens, lambda: True)
 
 
 def forecast_of(model: Model) -> ExpertForecast:
@@ -230,7 +230,7 @@ def test_precision_is_that_of_absent_experts() -> None:
         model.run([1, 2, 3])
     assert forecast.precision == 1.0 and forecast.is_trusted
     for shift in range(1, 40):
-        model.wanted = {token: [[(token + shift) % 8, 10], [-1, -1], [11, (token + shift) % 8]] for token in range(20)}
+        model.needed = {token: [[(token + shift) % 8, 10], [-1, -1], [11, (token + shift) % 8]] for token in range(20)}
         model.run([1, 2, 3])
     assert forecast.precision < 0.7
 
@@ -242,7 +242,7 @@ def test_nodes_whose_experts_are_absent_are_left_out_unless_they_are_probable() 
     for _ in range(100):
         model.run([1, 2, 3, 4])
         costs.observe(1, 0, 60.0)
-    model.present[:, [1, 2, 8, 9]] = 1  # what tokens 1 and 2 want
+    model.present[:, [1, 2, 8, 9]] = 1  # what tokens 1 and 2 need
     tree = VerifyTree([2, 3, 4, 19], [-1, -1, 1, -1], [0, 0, 1, 0], ["d"] * 4)
     assert forecast.kept(1, tree, [0, 1, 2, 3], [0.9, 0.5, 0.45, 0.4], costs, 0) == [0, 3], "19 is not known"
     assert forecast.kept(1, tree, [0, 1, 2, 3], [0.99, 0.98, 0.97, 0.9], costs, 0) == [0, 1, 2, 3]
@@ -252,7 +252,7 @@ def test_nodes_whose_experts_are_absent_are_left_out_unless_they_are_probable() 
 def test_a_pass_that_was_not_whole_teaches_nothing() -> None:
     model = Model()
     forecast = forecast_of(model)
-    assert model.watcher([1, 2], lambda: False) is False
+    assert model.pass_hook([1, 2], lambda: False) is False
     assert forecast._table.experts([1, 2])[0] == []
 
 

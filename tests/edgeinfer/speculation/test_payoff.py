@@ -34,10 +34,10 @@ class Unpatched(Payoff):
     """The property as it is: other tests are not to depend on it, and have it replaced."""
 
     def measured_without_patch(self) -> bool:
-        return WANTS_PLAIN_STEP.__get__(self)
+        return NEEDS_PLAIN_STEP.__get__(self)
 
 
-from wants_plain_step import WANTS_PLAIN_STEP  # noqa: E402
+from needs_plain_step import NEEDS_PLAIN_STEP  # noqa: E402
 
 
 def noisy(seed: int, share: float) -> Callable[[], float]:

@@ -1,10 +1,10 @@
-"""When drafters with a model are asked, and what they run."""
+"""When model-based drafters are asked, and what they run."""
 
 import time
 
 import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
-from wants_plain_step import WANTS_PLAIN_STEP
+from needs_plain_step import NEEDS_PLAIN_STEP
 
 from edgeinfer.speculation import pipeline
 from edgeinfer.speculation.drafters.lookup import NgramLookup
@@ -115,11 +115,11 @@ def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monk
     n_text = completion.usage.prompt_tokens + 60
     wrong = completion.timings.speculation.rejected
     assert sum(n for _, n in fed) <= n_text + wrong
-    assert max(n for _, n in fed[1:]) <= 3, "behind the prompt only what is new is read"
+    assert max(n for _, n in fed[1:]) <= 3, "after the prompt only what is new is read"
 
 
 def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, plain, model, monkeypatch):
-    monkeypatch.setattr(Payoff, "wants_plain_step", WANTS_PLAIN_STEP)
+    monkeypatch.setattr(Payoff, "needs_plain_step", NEEDS_PLAIN_STEP)
     asked = []
 
     def slow(context, limit):

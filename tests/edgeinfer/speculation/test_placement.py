@@ -164,7 +164,7 @@ def test_a_name_means_the_gpu_or_the_device_of_that_number(listed):
     assert devices_named("auto") == []
 
 
-def test_no_device_is_asked_where_none_is_wanted(model, monkeypatch):
+def test_no_device_is_asked_where_none_is_needed(model, monkeypatch):
     def ask():
         raise AssertionError("the drivers were asked")
 

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 @pytest.fixture(scope="module")
 def draft_head(model, tmp_path_factory):
-    """A head that is right on what the model writes behind the prompt, greedily."""
+    """A head that is right on what the model writes after the prompt, greedily."""
     with edgeinfer.load(model, draft="none") as engine:
         engine.tokenizer.stop_ids = frozenset()
         text = [*engine.tokenize(PROMPT), *tokens_of(engine, REQUESTS[0])]
@@ -153,7 +153,7 @@ def test_a_draft_model_killed_mid_answer_changes_no_token(opened, plain, model, 
 
 @pytest.fixture(scope="module")
 def real_texts(default_model):
-    """What the default model writes behind a prompt, greedily and drawn."""
+    """What the default model writes after a prompt, greedily and drawn."""
     with edgeinfer.load(default_model, n_ctx=512, draft="none") as engine:
         return [tokens_of(engine, request, 48, REAL_PROMPT) for request in REQUESTS[:2]]
 

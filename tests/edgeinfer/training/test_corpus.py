@@ -95,7 +95,7 @@ def test_a_mix_gives_each_prompt_parameters_of_its_own() -> None:
     assert all(Mix(7, 1.0, 0.9).request(prompt).params.is_greedy for prompt in PROMPTS)
 
 
-def test_further_answers_are_sampled_anew_behind_the_first_ones(tmp_path: Path) -> None:
+def test_further_answers_are_sampled_anew_after_the_first_ones(tmp_path: Path) -> None:
     once, often = Mix(7, 0.5, 0.9), Mix(7, 0.5, 0.9, n_answers=3)
     requests = often.requests(PROMPTS)
     assert requests[:40] == once.requests(PROMPTS)
@@ -167,7 +167,7 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     check_settings(path, {"seed": 1, "context": 96})
     check_settings(path, {"seed": 1, "context": 96})
     assert json.loads(path.read_text()) == {"seed": 1, "context": 96}
-    with pytest.raises(InvalidArgument, match="was made with seed = 1, wanted is 2: name another folder"):
+    with pytest.raises(InvalidArgument, match="was made with seed = 1, expected is 2: name another folder"):
         check_settings(path, {"seed": 2, "context": 96})
 
 
@@ -209,7 +209,7 @@ class Halver:
         return [as_halves(np.repeat(text[:, None] / np.float32(2), 3, axis=1)) for text in texts]
 
 
-def test_features_are_kept_as_far_as_they_fit_and_computed_again_behind_that(tmp_path: Path) -> None:
+def test_features_are_kept_as_far_as_they_fit_and_computed_again_after_that(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path, "train")
     corpus.write(PROMPTS, Mix(1, 1.0, 0.8), Writer(), None, silent)
     n_bytes = 6 * sum(len(text.tokens) for text in corpus.texts(0) + corpus.texts(1))

@@ -17,15 +17,15 @@ EACH_STEP = torch.tensor([1.0, 0.3])
 
 
 def some_rows(n: int) -> tuple[torch.Tensor, ...]:
-    """(rows, wanted, output, target_output)."""
+    """(rows, expected, output, target_output)."""
     generator = torch.Generator().manual_seed(n)
     shapes = (N_STEPS, n, N_EMBD), (n, N_EMBD), (N_DRAFT, N_EMBD), (N_DRAFT, N_EMBD)
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
-def of_torch(rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def of_torch(rows: torch.Tensor, expected: torch.Tensor, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The same losses by torch.nn.functional.cross_entropy, (n_steps,)."""
-    probabilities = (wanted @ target.T).softmax(dim=-1)
+    probabilities = (expected @ target.T).softmax(dim=-1)
     return torch.stack([functional.cross_entropy(each @ output.T, probabilities) for each in rows])
 
 
@@ -39,9 +39,9 @@ def test_losses_and_gradients_are_those_of_torch(n: int) -> None:
         (losses * EACH_STEP).sum().backward()
         assert own.grad is not None
         results.append((losses.detach(), own.grad))
-    (losses, gradients), (wanted, wanted_gradients) = results
-    torch.testing.assert_close(losses, wanted)
-    torch.testing.assert_close(gradients, wanted_gradients)
+    (losses, gradients), (expected, expected_gradients) = results
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(gradients, expected_gradients)
     assert float(gradients.abs().max()) > 1e-4
 
 

@@ -154,7 +154,7 @@ def test_the_file_is_as_documented(given: Path, work: Path) -> None:
         output = head.tensors["output.weight"]
         rows = dequantize(output.type, head.data("output.weight"), output.shape)
         info = target.tensors["output.weight"]
-        wanted = dequantize(info.type, target.data("output.weight"), info.shape)[vocabulary]
+        expected = dequantize(info.type, target.data("output.weight"), info.shape)[vocabulary]
         eos = target.metadata["tokenizer.ggml.eos_token_id"]
     assert keys["block_count"] == 1 and keys["embedding_length"] == 64 and keys["feed_forward_length"] == 192
     assert keys["attention.head_count"] == 4 and keys["attention.head_count_kv"] == 2
@@ -169,7 +169,7 @@ def test_the_file_is_as_documented(given: Path, work: Path) -> None:
     assert len(shapes) == 4 + 2 + 9 + 1 and "output.weight" not in shapes
     assert vocabulary.tolist() == sorted(set(vocabulary.tolist())) and eos in vocabulary
     assert keys["output_type"] == output.type.name == "Q8_0" and spec.output_type == GGMLType.Q8_0
-    assert output.shape == (96, 64) and np.abs(rows - wanted).max() < 0.02
+    assert output.shape == (96, 64) and np.abs(rows - expected).max() < 0.02
 
 
 def test_its_drafts_are_taken_and_the_text_stays_the_same(given: Path, work: Path) -> None:
@@ -264,10 +264,10 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
         (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --context 96"),
         (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
         (["--seed", "2"], 2, "was made with"),
-        (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', wanted is 'adamw'"),
-        (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, wanted is 0"),
-        (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, wanted is 5"),
-        (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], wanted is [1]"),
+        (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', expected is 'adamw'"),
+        (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, expected is 0"),
+        (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, expected is 5"),
+        (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], expected is [1]"),
         (["--taps", "0"], 2, "--taps must be at most 16 layers in ascending order up to the last one, 1"),
         (["--taps", "1,0,1"], 2, "found '1,0,1'"),
         (["--taps", "early"], 2, "found 'early'"),
@@ -330,7 +330,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates == pytest.approx([0.0, 1e-3, 2e-3, 1e-3, 0.0])
 
 
-def test_steps_of_its_own_drafts_begin_where_they_are_wanted(
+def test_steps_of_its_own_drafts_begin_where_they_are_needed(
     given: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def counting(self: Objective, batch: Any, n_steps: int, noise: Any) -> Any:

@@ -78,8 +78,8 @@ def test_the_head_computes_its_equations(n_layers: int, rng: np.random.Generator
         place[None],
         (place[:, None] >= place)[None, None],
     )
-    wanted = in_numpy(head.tensors(), n_layers, features, embeddings)
-    assert_allclose(rows[0].detach().numpy(), wanted, atol=2e-5)
+    expected = in_numpy(head.tensors(), n_layers, features, embeddings)
+    assert_allclose(rows[0].detach().numpy(), expected, atol=2e-5)
     other = a_head(n_layers, seed=5)
     other.load_tensors(head.tensors())
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
@@ -91,9 +91,9 @@ def test_rows_of_several_layers_are_combined_as_documented(rng: np.random.Genera
     tensors = head.tensors()
     gains = tensors["combine_norm.weight"].reshape(3, N_EMBD)
     normed = [rms_norm(part, gain, 1e-5) for part, gain in zip(np.split(rows, 3, axis=1), gains, strict=True)]
-    wanted = np.concatenate(normed, axis=1) @ tensors["combine.weight"].T
+    expected = np.concatenate(normed, axis=1) @ tensors["combine.weight"].T
     with torch.no_grad():
-        assert_allclose(head.combined(torch.from_numpy(rows)).numpy(), wanted, atol=1e-5)
+        assert_allclose(head.combined(torch.from_numpy(rows)).numpy(), expected, atol=1e-5)
     other = a_head(1, seed=5, n_taps=3)
     other.load_tensors(tensors)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
@@ -157,8 +157,8 @@ def test_steps_in_parallel_equal_drafting_one_after_the_other(
         embeddings = embedding[batch.tokens[row, start : start + length]].numpy()
         for step in range(3):
             for i in range(step, length):
-                wanted = drafted(weights, n_layers, features, embeddings[: i + 1], i + 1 - step)
-                assert_allclose(steps[step][row, start + i].numpy(), wanted, atol=1e-4)
+                expected = drafted(weights, n_layers, features, embeddings[: i + 1], i + 1 - step)
+                assert_allclose(steps[step][row, start + i].numpy(), expected, atol=1e-4)
 
 
 def test_a_row_sees_its_own_text_and_its_own_chain(rng: np.random.Generator) -> None:
@@ -185,7 +185,7 @@ def test_matches_count_chains_that_are_right_up_to_each_depth(
         tokens = [
             VOCABULARY[(rows @ output.T).argmax(dim=-1).numpy()] for rows in objective._steps(batch, batch.features, 3)
         ]
-    wanted = np.zeros((3, 2), dtype=int)
+    expected = np.zeros((3, 2), dtype=int)
     texts = [(0, 0, 9), (0, 9, 3), (1, 0, 12)]
     # One chain out of three is made right, so that deeper ones are counted at all.
     labels, places = batch.labels.clone(), batch.places.tolist()
@@ -201,12 +201,12 @@ def test_matches_count_chains_that_are_right_up_to_each_depth(
                 place = row * 12 + start + first + step
                 if first + step >= length or place not in label_of:
                     break
-                wanted[step, 0] += 1
+                expected[step, 0] += 1
                 if VOCABULARY[label_of[place]] != tokens[step][row, start + first + step] or label_of[place] < 0:
                     break
-                wanted[step, 1] += 1
-    assert_array_equal(objective.matches(batch, 3).numpy(), wanted)
-    assert wanted[1, 1] > 0
+                expected[step, 1] += 1
+    assert_array_equal(objective.matches(batch, 3).numpy(), expected)
+    assert expected[1, 1] > 0
 
 
 def last_part(rows: torch.Tensor) -> torch.Tensor:
@@ -226,13 +226,13 @@ def test_losses_are_what_they_are_defined_as_and_fall_with_the_gradient(
         combined = head.combined(batch.features)
         steps = [rows.flatten(0, 1)[batch.places].numpy() for rows in objective._steps(batch, combined, 2)]
         loss, parts = objective(batch, 2, noise)
-    wanted = batch.features.flatten(0, 1)[batch.places + 1, -N_EMBD:].numpy()
+    expected = batch.features.flatten(0, 1)[batch.places + 1, -N_EMBD:].numpy()
     known = batch.labels.numpy() >= 0
     losses = []
     for rows in steps:
-        distance = np.abs(rows - wanted) / 2.0
+        distance = np.abs(rows - expected) / 2.0
         feature = np.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()
-        ours, theirs = (softmax(each @ output.numpy().T) for each in (rows, wanted))
+        ours, theirs = (softmax(each @ output.numpy().T) for each in (rows, expected))
         losses.append((feature, -(theirs * np.log(ours)).sum(axis=1)[known].mean()))
     assert 0 < known.sum() < len(known)
     assert_allclose(parts.numpy(), losses[0], rtol=1e-4)
@@ -262,8 +262,8 @@ def test_a_head_begins_with_the_linear_guess(rng: np.random.Generator, embedding
     guess = linear_guess(batches, N_EMBD, torch.device("cpu"))
     now = np.concatenate([batch.features.flatten(0, 1)[batch.places].numpy() for batch in batches])
     after = np.concatenate([batch.features.flatten(0, 1)[batch.places + 1].numpy() for batch in batches])
-    wanted = np.linalg.lstsq(now, after, rcond=None)[0].T
-    assert_allclose(guess.numpy(), wanted, atol=1e-3)
+    expected = np.linalg.lstsq(now, after, rcond=None)[0].T
+    assert_allclose(guess.numpy(), expected, atol=1e-3)
     head = a_head(2)
     head.token.weight.data.zero_()
     head.begin_with(guess)
@@ -293,7 +293,7 @@ def accepted_one_by_one(
 ) -> dict[int, int]:
     """As Replay for trees of 2, 8 and 20 nodes, each path computed anew."""
     weights = head.tensors()
-    nodes: list[tuple[float, list[int]]] = []  # path probability and the tokens behind the start's own
+    nodes: list[tuple[float, list[int]]] = []  # path probability and the tokens after the start's own
     beam = [(1.0, list[int]())]
     for _ in range(DEPTH):
         children = []
@@ -324,8 +324,8 @@ def test_a_replay_equals_drafting_node_by_node(
         tokens[position] = VOCABULARY[(output.numpy() @ row).argmax()]
     found = replay.accepted(tokens, target_rows, 4, (2, 8, 20))
     for place, start in enumerate(range(3, 12, 2)):
-        wanted = accepted_one_by_one(head, embedding.numpy(), output.numpy(), tokens, features, start)
-        assert {size: lengths[2 * place] for size, lengths in found.items()} == wanted
+        expected = accepted_one_by_one(head, embedding.numpy(), output.numpy(), tokens, features, start)
+        assert {size: lengths[2 * place] for size, lengths in found.items()} == expected
     assert sum(found[8]) > 2
 
 
@@ -432,10 +432,10 @@ def test_chains_in_a_batch_are_texts_of_their_own_that_share_their_beginnings(
                 n_judged, i = n_judged + 1, int(batch.positions[row, place])
                 assert i + 1 >= n_shared and labels[row * 64 + place] == draft_ids[tokens[i + 2]] >= 0
                 for step in range(n_steps):
-                    wanted = drafted(
+                    expected = drafted(
                         head.tensors(), n_layers, features, embedding.numpy()[tokens[1 : i + 2]], i + 1 - step
                     )
-                    assert_allclose(steps[step][row, place].numpy(), wanted, atol=1e-4)
+                    assert_allclose(steps[step][row, place].numpy(), expected, atol=1e-4)
     assert n_judged >= 5 * (rounds.DEPTH - 1)
     assert {len(text.tokens) - 1 for text in texts} == {63, 59, 29, 17, 12}
     in_texts = sum(len(text.tokens) - 2 - max(4, n_steps - 1) for text in texts)

@@ -1,4 +1,4 @@
-"""The steps of Muon: along singular vectors, as large as AdamW's, and the same behind a checkpoint."""
+"""The steps of Muon: along singular vectors, as large as AdamW's, and the same after a checkpoint."""
 
 import importlib.util
 

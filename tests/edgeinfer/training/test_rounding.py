@@ -38,10 +38,10 @@ def test_weights_are_rounded_as_they_are_written(weights: np.ndarray, type: GGML
 
 
 def test_of_four_bits_all_but_blocks_with_two_scales_as_good(weights: np.ndarray) -> None:
-    found, wanted = rounded(torch.from_numpy(weights), GGMLType.Q4_0).numpy(), as_written(weights, GGMLType.Q4_0)
-    differ = (found != wanted).reshape(-1, 32).any(axis=1)
+    found, expected = rounded(torch.from_numpy(weights), GGMLType.Q4_0).numpy(), as_written(weights, GGMLType.Q4_0)
+    differ = (found != expected).reshape(-1, 32).any(axis=1)
     assert differ.mean() < 0.02
-    errors = [np.square(each - weights).reshape(-1, 32).sum(axis=1)[differ] for each in (found, wanted)]
+    errors = [np.square(each - weights).reshape(-1, 32).sum(axis=1)[differ] for each in (found, expected)]
     np.testing.assert_allclose(errors[0], errors[1], rtol=1e-5)
 
 

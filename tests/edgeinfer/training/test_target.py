@@ -48,8 +48,8 @@ def test_logits_equal_those_of_the_reference(
         session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(64, n_batch=64)), Device(1)).session()
         target = TorchTarget(file, spec, CPU)
         logits = [target.logits(rows).numpy() for rows in target.text_features(texts)]
-        wanted = [session.forward(text, logits="all").logits for text in texts]
-    errors = [np.abs(a - b).max(axis=1) / np.abs(b).max() for a, b in zip(logits, wanted, strict=True)]
+        expected = [session.forward(text, logits="all").logits for text in texts]
+    errors = [np.abs(a - b).max(axis=1) / np.abs(b).max() for a, b in zip(logits, expected, strict=True)]
     # As between the native engine and the reference: see test_native.py.
     assert np.mean(np.concatenate(errors[:24]) < 5e-6) > 0.6
     assert max(map(np.max, errors)) < (1e-3 if tensor_type == "F32" else 3e-2)
@@ -81,7 +81,7 @@ def test_every_layer_is_looked_at(tmp_path: Path) -> None:
         spec = read_spec(file)
         for role, changes, words in [
             ("mixer", {"window": 9}, "windows of attention in layers.1.mixer"),
-            ("mixer", {"post_norm": "blk.1.post_attention_norm.weight"}, "norms behind attention in layers.1.mixer"),
+            ("mixer", {"post_norm": "blk.1.post_attention_norm.weight"}, "norms after attention in layers.1.mixer"),
             ("mixer", {"n_in": 512}, "attention from rows of 512 numbers in layers.1.mixer"),
             ("ffn", {"activation": "relu2"}, "an activation other than SiLU in layers.1.ffn"),
             ("ffn", {"sub_norm": "blk.1.ffn_sub_norm.weight"}, "norms inside the network in layers.1.ffn"),
@@ -139,13 +139,13 @@ def test_layers_have_heads_and_caches_of_their_own(tmp_path: Path, rng: np.rando
         session = backend.load(
             file, other, backend.plan(file, other, LoadSettings(64, n_batch=64)), Device(1)
         ).session()
-    wanted = session.forward(tokens, logits="all").logits
+    expected = session.forward(tokens, logits="all").logits
     cache, found = KVCache.empty(other, 1, 16, CPU), []
     for position, token in enumerate(tokens):
         mask = torch.ones((1, 1, 1, position + 1), dtype=torch.bool)
         rows = target.features(torch.tensor([[int(token)]]), torch.tensor([[position]]), mask, cache)
         found.append(target.logits(rows[0, 0]).numpy())
-    assert_allclose(np.stack(found), wanted, atol=2e-3 * np.abs(wanted).max())
+    assert_allclose(np.stack(found), expected, atol=2e-3 * np.abs(expected).max())
     assert KVCache.bytes_of(other, 16) == sum(part.nbytes for part in (*cache.keys, *cache.values))
 
 
@@ -275,7 +275,7 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     for mine, theirs in zip(ours, native, strict=True):
         assert mine.dtype == theirs.dtype == np.float16
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02)
-    assert_allclose(output @ native[1][-1].astype(np.float32), logits[0], atol=0.03)  # behind the norm
+    assert_allclose(output @ native[1][-1].astype(np.float32), logits[0], atol=0.03)  # after the norm
     for first, rows, mine, theirs in zip(firsts, whole, *of_branches, strict=True):
         assert mine.tobytes() == rows[first:].tobytes() and mine.shape == theirs.shape == (4, 2 * spec.n_embd)
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(mine).max())

@@ -123,7 +123,7 @@ def test_figures_come_from_texts_that_nothing_was_calibrated_on(
         read.extend(texts)
         return {}
 
-    def compare(self: Search, mixes: object, windows: Sequence[Window], told: object) -> list[Distance]:
+    def compare(self: Search, mixes: object, windows: Sequence[Window], report: object) -> list[Distance]:
         compared.extend(window.tokens for window in windows)
         return [Distance(0.0, 1.0)]
 
@@ -131,8 +131,8 @@ def test_figures_come_from_texts_that_nothing_was_calibrated_on(
     monkeypatch.setattr(choice, "own_answers", answers)
     monkeypatch.setattr(collect, "_squares", squares)
     monkeypatch.setattr(Search, "compare", compare)
-    monkeypatch.setattr(Search, "measure", lambda self, told: setattr(self, "_losses", np.zeros((9, 99))))
-    monkeypatch.setattr(Search, "refine", lambda self, limits, told: Mix(uniform(self._subjects, Q8_0), 0.0, 0, 0.0))
+    monkeypatch.setattr(Search, "measure", lambda self, report: setattr(self, "_losses", np.zeros((9, 99))))
+    monkeypatch.setattr(Search, "refine", lambda self, limits, report: Mix(uniform(self._subjects, Q8_0), 0.0, 0, 0.0))
     text = tmp_path / "text"
     text.write_text("Some words that stand one behind the other. " * 20)
     for calibration in (None, text):

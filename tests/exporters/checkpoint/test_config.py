@@ -62,7 +62,7 @@ def test_what_else_is_spelt_in_two_ways() -> None:
     assert whole.language().architecture == "Whole" and config(a=1).language().integer("a") == 1
 
 
-def test_messages_name_key_wanted_and_found() -> None:
+def test_messages_name_key_expected_and_found() -> None:
     found = config(a="x", b=True, c=[1, "2"], d=float("inf"), e={"f": -1}, n=None)
     for call, words in [
         (lambda: found.integer("a"), "m/config.json: a must be an integer in 1..2147483647: found 'x'"),

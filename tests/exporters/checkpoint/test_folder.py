@@ -175,8 +175,8 @@ def test_an_adapter_beside_a_model_is_left_out(folder: Path) -> None:
     assert sorted(Checkpoint.open(folder).names) == ["a", "b"]
     (folder / "other").mkdir()
     (folder / "other" / "adapter_config.json").write_text("{}")
-    wanted = ["adapter_config.json", "adapter_model.safetensors", "other/adapter_config.json"]
-    assert adapter_files(Folder(folder)) == wanted
+    expected = ["adapter_config.json", "adapter_model.safetensors", "other/adapter_config.json"]
+    assert adapter_files(Folder(folder)) == expected
 
 
 @pytest.mark.parametrize("name", ["a.lora_A.weight", "a.lora_B.default.weight", "a.base_layer.weight"])

@@ -18,7 +18,7 @@ ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
 def opened(folder: Path, header: bytes | dict[str, Any], data: bytes = bytes(24)) -> Checkpoint:
-    """A checkpoint with this header, as it stands or as JSON, and these bytes behind it."""
+    """A checkpoint with this header, as it stands or as JSON, and these bytes after it."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
     (folder / "config.json").write_text("{}")
@@ -62,7 +62,7 @@ def test_floats_of_every_width_are_read_row_by_row(tmp_path: Path, rng: np.rando
     [
         ({"a": ENTRY, "b": ENTRY}, "tensor [ab] begins at byte .* overlaps another tensor"),
         ({"a": ENTRY | {"shape": [5], "data_offsets": [4, 24]}}, "tensor a begins at byte .* leaves a gap before it"),
-        ({"a": ENTRY | {"shape": [5], "data_offsets": [0, 20]}}, "has 4 bytes behind the last tensor"),
+        ({"a": ENTRY | {"shape": [5], "data_offsets": [0, 20]}}, "has 4 bytes after the last tensor"),
         (
             {"a": ENTRY | {"data_offsets": [0, 28], "shape": [7]}},
             "tensor a ends at byte 28 of 24: the file is cut short",

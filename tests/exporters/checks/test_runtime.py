@@ -34,7 +34,7 @@ def test_another_answer_is_refused(found: list[int]) -> None:
         compare_tokens(greedy_run(), found, "R 1")
 
 
-def test_an_answer_that_goes_on_behind_the_end_is_refused() -> None:
+def test_an_answer_that_goes_on_after_the_end_is_refused() -> None:
     with pytest.raises(ModelFileError, match="2 of 2 greedy tokens equal"):
         compare_tokens(greedy_run(2), [1, 2, 0], "R 1")
 

@@ -112,10 +112,10 @@ def test_its_drafts_change_no_text(
         assert drafted.accepted > 5
 
 
-@pytest.mark.parametrize("wanted", ["0", "291", "many", "40:"])
-def test_wrong_numbers_are_refused(model: Path, tmp_path: Path, wanted: str) -> None:
-    result = run(model, "--draft-vocab", wanted, "-o", tmp_path / "o.gguf")
-    if wanted == "40:":
+@pytest.mark.parametrize("number", ["0", "291", "many", "40:"])
+def test_wrong_numbers_are_refused(model: Path, tmp_path: Path, number: str) -> None:
+    result = run(model, "--draft-vocab", number, "-o", tmp_path / "o.gguf")
+    if number == "40:":
         assert result.exit_code == 0
     else:
         assert "--draft-vocab must be a number of tokens in 16..290" in result.output

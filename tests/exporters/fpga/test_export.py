@@ -76,18 +76,18 @@ def test_all_matrices_are_in_the_streams_and_come_back(
         path = tmp_path / "out"
         result = export(tiny, path, "--encoding", encoding, "--golden", "3")
         assert "8 matrices unpack to the trits and scales of the source" in result.stderr
-    folder, wanted = check_folder(path), trits_of(tiny)
-    assert folder.geometry.encoding == encoding and len(wanted) == 14
+    folder, expected = check_folder(path), trits_of(tiny)
+    assert folder.geometry.encoding == encoding and len(expected) == 14
     for tensor in (each for each in folder.tensors.values() if each.phase != "head"):
         for part in tensor.parts:
-            trits, scale = wanted[part.name]
+            trits, scale = expected[part.name]
             assert_array_equal(folder.trits(tensor.name)[part.first : part.last], trits)
             assert folder.scales(tensor.name)[part.first : part.last].tolist() == [scale] * len(trits)
     out = tmp_path / "back.gguf"
     assert run("export", "--unpack", path, "--out", out).exit_code == 0
     with ModelFile.open(tiny) as before, ModelFile.open(out) as after:
-        assert set(after.tensors) == set(wanted)
-        for name in wanted:
+        assert set(after.tensors) == set(expected)
+        for name in expected:
             assert after.tensors[name].type == GGMLType.I2_S
             assert_array_equal(after.data(name), before.data(name))
 

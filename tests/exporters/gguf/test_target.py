@@ -1,4 +1,4 @@
-"""`edgeinfer export --to gguf`: files of any type, whole or not there, and the same bytes after any interruption."""
+"""`edgeinfer export --to gguf`: files of any type, written atomically, and the same bytes after any interruption."""
 
 import errno
 import hashlib

@@ -67,10 +67,10 @@ def compared(folder: Path, source: Path, fine: bool = True) -> tuple[float, floa
         with (folder / "model.tflite").open("wb") as out:
             build_model(file, spec, N_CTX, fine).write(out)
         session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(N_CTX)), Device(1)).session()
-        wanted = np.array(session.forward(TOKENS, logits="all").logits)[32:]
+        expected = np.array(session.forward(TOKENS, logits="all").logits)[32:]
     found = logits_of(folder / "model.tflite", spec)
-    error = float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-    return error, float(np.mean(found.argmax(axis=1) == wanted.argmax(axis=1)))
+    error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+    return error, float(np.mean(found.argmax(axis=1) == expected.argmax(axis=1)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

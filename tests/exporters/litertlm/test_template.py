@@ -36,7 +36,7 @@ def in_parts(messages: Messages) -> list[dict[str, object]]:
     return [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in messages]
 
 
-def wanted(source: str, messages: Messages) -> str | None:
+def expected(source: str, messages: Messages) -> str | None:
     """What the source makes of texts; None where it refuses them."""
     try:
         return ChatTemplate(source, "<s>", "</s>").render(messages)
@@ -50,8 +50,8 @@ def test_parts_give_what_the_source_makes_of_texts(name: str) -> None:
     rewritten = rewritten_template(source, "<s>", "</s>")
     for talk in TALKS:
         messages = messages_of(talk)
-        assert plainly_rendered(rewritten, in_parts(messages)) == wanted(source, messages)
-        assert plainly_rendered(rewritten, messages) == wanted(source, messages)  # texts stay texts
+        assert plainly_rendered(rewritten, in_parts(messages)) == expected(source, messages)
+        assert plainly_rendered(rewritten, messages) == expected(source, messages)  # texts stay texts
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_the_runtime_renders_conversations_as_the_source_does(name: str, engine:
         conversation = engine.create_conversation(chat_template=rewritten, messages=messages[:-1])
         rendered = conversation.render_message_to_string(messages[-1])
         conversation.close()
-        assert rendered == (wanted(source, messages) or "")
+        assert rendered == (expected(source, messages) or "")

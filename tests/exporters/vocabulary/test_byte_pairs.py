@@ -88,7 +88,7 @@ def test_added_tokens_have_the_ids_of_the_library(tokens: list[tuple[int, str]],
 
 
 def test_an_added_token_with_the_id_of_another_token_is_refused(tmp_path: Path) -> None:
-    """The library counts tokens, and so gives the number of one behind a hole a second time."""
+    """The library counts tokens, and so gives the number of one after a hole a second time."""
     byte_level(tmp_path)
     changed(tmp_path, lambda source: source["model"]["vocab"].update({"er": 600}))
     added(tmp_path, 601, "[x]")

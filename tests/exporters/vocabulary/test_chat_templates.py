@@ -50,20 +50,20 @@ def test_a_template_that_does_not_fail_is_not_mentioned() -> None:
 
 
 def test_more_templates_have_names(tmp_path: Path) -> None:
-    wanted = {
+    expected = {
         "tokenizer.chat_template": "yes",
         "tokenizer.chat_template.tool_use": "tools",
         "tokenizer.chat_templates": ["tool_use"],
     }
     named = [{"name": "tool-use", "template": "tools"}, {"name": "default", "template": "yes"}]
-    assert found(tmp_path, named) == wanted
-    assert found(tmp_path, {"default": "yes", "tool_use": "tools"}) == wanted
-    assert found(tmp_path, named[:1]) == {key: wanted[key] for key in list(wanted)[1:]}
+    assert found(tmp_path, named) == expected
+    assert found(tmp_path, {"default": "yes", "tool_use": "tools"}) == expected
+    assert found(tmp_path, named[:1]) == {key: expected[key] for key in list(expected)[1:]}
     (tmp_path / "chat_template.jinja").write_text("yes")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
     (tmp_path / "additional_chat_templates" / ".hidden.jinja").write_text("no")
-    assert found(tmp_path) == wanted
+    assert found(tmp_path) == expected
 
 
 @pytest.mark.parametrize("setting", [3, [3], [{"name": 1, "template": "x"}], {"default": None}, [{"name": "default"}]])

@@ -51,7 +51,7 @@ def test_ids_are_those_of_sentence_piece(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, n_rows=464)
     ours = tokenizer_of(keys, tmp_path)
     for text, ids in GOLDEN["ids"].items():
-        if "<tool>" not in text:  # behind it llama.cpp adds a space
+        if "<tool>" not in text:  # after it llama.cpp adds a space
             assert ours.encode(text, add_special=False) == ids
             assert ours.decode([1, *ids], skip_special=True) == text
     assert (ours.bos_id, ours.eos_id, ours.add_bos, ours.add_eos) == (1, 2, True, False)

@@ -33,14 +33,14 @@ def strings(n: int, *specials: str) -> list[str]:
 def test_a_published_vocabulary_comes_back(default_model: Path, tmp_path: Path) -> None:
     """SmolLM2's, from its GGUF file to tokenizer.json and back: the same tokens, types, merges and template."""
     with ModelFile.open(default_model) as file:
-        wanted = dict(file.metadata)
+        expected = dict(file.metadata)
         write_tokenizer(file, tmp_path)
-    found = keys_of(tmp_path, len(wanted["tokenizer.ggml.tokens"]))  # type: ignore[arg-type]
-    pre, other = found.pop("tokenizer.ggml.pre"), wanted.pop("tokenizer.ggml.pre")
+    found = keys_of(tmp_path, len(expected["tokenizer.ggml.tokens"]))  # type: ignore[arg-type]
+    pre, other = found.pop("tokenizer.ggml.pre"), expected.pop("tokenizer.ggml.pre")
     assert PRE_TOKENIZERS[str(pre)] == PRE_TOKENIZERS[str(other)]
-    names = set(wanted) & set(found)
+    names = set(expected) & set(found)
     assert names >= {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "merges", "eos_token_id")}
-    assert "tokenizer.chat_template" in names and [name for name in names if found[name] != wanted[name]] == []
+    assert "tokenizer.chat_template" in names and [name for name in names if found[name] != expected[name]] == []
 
 
 @pytest.mark.parametrize("pattern", [LLAMA3, None])
@@ -48,13 +48,13 @@ def test_byte_level_vocabularies_give_the_same_ids(pattern: str | None, tmp_path
     theirs = byte_level(tmp_path, pattern, ignore_merges=pattern is not None)
     ours = tokenizer_of(keys_of(tmp_path, 600), tmp_path)
     for text in strings(1000, "<|begin|>", "<|end|>", "<|eot_id|>"):
-        wanted = theirs.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text, add_special=False, parse_special=True) == wanted
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == expected
 
 
 def test_vocabularies_with_byte_fallback_give_the_same_ids(tmp_path: Path) -> None:
     theirs: tokenizers.Tokenizer = sentence_piece(tmp_path)
     ours = tokenizer_of(keys_of(tmp_path, theirs.get_vocab_size()), tmp_path)
     for text in strings(1000, "the", "▁"):
-        wanted = theirs.encode(text, add_special_tokens=False).ids
-        assert ours.encode(text, add_special=False, parse_special=True) == wanted
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == expected

@@ -36,7 +36,7 @@ def test_a_block_is_found_where_its_weights_are_no_numbers(type: str, rng: np.ra
     assert first_not_finite(kind, blocks[~bad].reshape(-1)) is None
 
 
-def test_the_first_is_found_behind_pieces_without_any() -> None:
+def test_the_first_is_found_after_pieces_without_any() -> None:
     halves = np.ones(3 << 20, "<f2")
     halves[(2 << 20) + 5] = np.inf
     halves[(2 << 20) + 9] = np.nan
@@ -54,7 +54,7 @@ def test_exponents_of_mxfp4_that_float32_cannot_hold() -> None:
     assert first_not_finite(GGMLType.MXFP4, largest.reshape(-1)) == 0
 
 
-def test_i2_s_has_one_scale_behind_its_blocks() -> None:
+def test_i2_s_has_one_scale_after_its_blocks() -> None:
     data = np.full(32 + I2_S_TAIL_BYTES, 0xFF, np.uint8)
     data[32:36] = np.array([0.5], "<f4").view(np.uint8)
     assert first_not_finite(GGMLType.I2_S, data) is None

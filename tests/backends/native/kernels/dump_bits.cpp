@@ -29,7 +29,7 @@ struct InputArrays {
 
     Inputs prepared(const Kernels& kernels, const std::vector<float>& x, int n, int n_in) {
         const size_t size = static_cast<size_t>(n) * static_cast<size_t>(n_in);
-        q32.resize(size), q256.resize(size + kBehindInputs), q_token.resize(size + kBehindInputs);
+        q32.resize(size), q256.resize(size + kPaddingInputs), q_token.resize(size + kPaddingInputs);
         scale_token.resize(static_cast<size_t>(n)), sum_token.resize(static_cast<size_t>(n));
         scale32.resize(size / 32), sum32.resize(size / 32), centre32.resize(size / 32);
         scale256.resize(size / 256 + 1);
@@ -144,7 +144,7 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         std::memcpy(&x[i], &bits, 4);
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
-    TextState cache({KvType::F16, 16, 16, {KvSizes{1, 1019, 0}}});
+    SequenceState cache({KvType::F16, 16, 16, {KvSizes{1, 1019, 0}}});
     cache.reserve(16);
     const KvHead head = cache.head(0, 0);
     kernels.store_key_value(head, 3, x.data(), x.data());
@@ -203,11 +203,11 @@ public:
         const StoredRows rows{embedding, kept_.back().size() / 300};
         weights_->set_embedding(std::make_unique<RowsInMemory>(rows, kept_.back().data(), 300, 256));
         decoder_ = std::make_unique<Decoder>(config_, front_, kernels, pool_, weights_, experts());
-        state_ = std::make_unique<TextState>(config_.text_sizes(kv_type, 128));
+        state_ = std::make_unique<SequenceState>(config_.sequence_sizes(kv_type, 128));
     }
 
     std::vector<float> features(size_t n) { return numbers_.floats(n); }
-    TextState& state() { return *state_; }
+    SequenceState& state() { return *state_; }
     Decoder& decoder() { return *decoder_; }
 
 private:
@@ -320,10 +320,10 @@ private:
     std::shared_ptr<Weights> weights_;
     std::vector<std::vector<uint8_t>> kept_;
     std::unique_ptr<Decoder> decoder_;
-    std::unique_ptr<TextState> state_;
+    std::unique_ptr<SequenceState> state_;
 };
 
-// A chain, a tree and a chain behind what of each was kept, and a token alone.
+// A chain, a tree and a chain after what of each was kept, and a token alone.
 void passes(const Kernels& kernels, const std::string& name, RandomDecoder& random) {
     const int n = 13;
     std::vector<int32_t> tokens(n), chain(n), rows(n);
@@ -334,8 +334,8 @@ void passes(const Kernels& kernels, const std::string& name, RandomDecoder& rand
     const std::vector<float> features = random.features(n * 256);
     const auto pass = [&](const std::vector<int32_t>& parents, int n_tokens) {
         std::vector<float> logits(static_cast<size_t>(n_tokens) * 300);
-        const TextRows text{&random.state(), 128, tokens.data(), parents.data(), n_tokens, 0, features.data(),
-                            nullptr,         0,   nullptr,       size_t{0}};
+        const SequenceRows text{&random.state(), 128, tokens.data(), parents.data(), n_tokens, 0, features.data(),
+                                nullptr,         0,   nullptr,       size_t{0}};
         random.decoder().forward({&text, 1}, rows.data(), n_tokens, logits.data(), 0, [] { return false; });
         report(kernels, name + "-" + std::to_string(random.state().n_past()), logits);
     };

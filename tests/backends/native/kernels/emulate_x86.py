@@ -92,14 +92,14 @@ def main() -> None:
     isas = arguments.isa or list(ISAS)
     dump = build_dump("bits-static", "-DCMAKE_EXE_LINKER_FLAGS=-static")
     scalar = subprocess.run([dump, "scalar"], check=True, capture_output=True, text=True).stdout.splitlines()
-    wanted = hashes_of(scalar)["scalar"]
+    expected = hashes_of(scalar)["scalar"]
     equal: dict[str, dict[str, bool]] = {}
     with tempfile.TemporaryDirectory() as folder:
         write_image(Path(folder), dump, arguments.kernel, isas)
         for cpu in arguments.cpu or ["corei7_icelake_u", "arrow_lake"]:
             found = emulate(arguments.bochs.resolve(), Path(folder), cpu)
-            equal[cpu] = {isa: hashes == wanted for isa, hashes in found.items()}
-    print(json.dumps({"benchmark": "bits on emulated CPUs", "hashes": len(wanted), "equal": equal}))
+            equal[cpu] = {isa: hashes == expected for isa, hashes in found.items()}
+    print(json.dumps({"benchmark": "bits on emulated CPUs", "hashes": len(expected), "equal": equal}))
     sys.exit(0 if equal and all(each and all(each.values()) for each in equal.values()) else 1)
 
 

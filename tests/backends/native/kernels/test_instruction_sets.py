@@ -56,8 +56,8 @@ def test_the_sets_that_are_asked_for_are_compiled(options: tuple[str, ...], sets
 def test_native_is_the_best_set_of_this_cpu_the_plainest_with_vectors_and_scalar(tmp_path: Path) -> None:
     known = _core.known_isas()
     present = [name for name, _, is_present in known if is_present]
-    wanted = dict.fromkeys([present[0], *(name for name in ("avx2", "neon") if name in present), "scalar"])
-    assert f"instruction sets: {', '.join(wanted)}\n" in configured(tmp_path, "-DEI_SETS=native")
+    requested = dict.fromkeys([present[0], *(name for name in ("avx2", "neon") if name in present), "scalar"])
+    assert f"instruction sets: {', '.join(requested)}\n" in configured(tmp_path, "-DEI_SETS=native")
 
 
 @pytest.mark.parametrize("named, wrong", [("avx3", "avx3"), ("avx2,Scalar", "Scalar"), ("all,avx2", "all")])
@@ -118,7 +118,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("moved")
 @pytest.mark.parametrize(
-    "wanted, said",
+    "requested, said",
     [
         (
             "avx2",
@@ -129,10 +129,10 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 def test_a_set_that_cannot_run_is_an_error_that_says_why(
-    wanted: str, said: str, monkeypatch: pytest.MonkeyPatch
+    requested: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EDGEINFER_ISA", wanted)
-    with pytest.raises(BackendUnavailable, match=f"EDGEINFER_ISA={wanted}.* {said}"):
+    monkeypatch.setenv("EDGEINFER_ISA", requested)
+    with pytest.raises(BackendUnavailable, match=f"EDGEINFER_ISA={requested}.* {said}"):
         machine.best_isa()
 
 

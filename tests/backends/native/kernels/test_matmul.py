@@ -27,7 +27,7 @@ def packed(format: str, weights: np.ndarray) -> tuple[_core.PackedMatrix, np.nda
     kind = GGMLType[format]
     floats = dequantize(kind, data, weights.shape)
     scale = 1.0
-    if format == "I2_S":  # whose scale stands behind the rows
+    if format == "I2_S":  # whose scale stands after the rows
         data, tail = data[:-I2_S_TAIL_BYTES], data[-I2_S_TAIL_BYTES:]
         scale = float(tail.view("<f4")[0])
     as_what = BASE_THREE[kind] if dense else None

@@ -17,7 +17,7 @@ ROWS, TILES = ["I2_S", "I2_S in base three"], ["TQ1_0", "TQ2_0", "TQ1_0 in base 
 
 
 def i2_s(trits: np.ndarray) -> np.ndarray:
-    """A matrix as bitnet.cpp stores it, without the scale behind it."""
+    """A matrix as bitnet.cpp stores it, without the scale after it."""
     codes = (trits + 1).astype(np.uint8).reshape(-1, 4, 32)
     return (codes[:, 0] << 6 | codes[:, 1] << 4 | codes[:, 2] << 2 | codes[:, 3]).reshape(-1)
 

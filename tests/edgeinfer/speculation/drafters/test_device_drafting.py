@@ -78,7 +78,7 @@ def test_a_chain_of_one_call_is_the_chain_of_single_passes(open_chains, limit):
     text = list(range(20, 40))
     for tokens in (text, [*text, 7, 8, 9], text[:12]):
         a, b = (drafter.propose(context_of(tokens), limit) for drafter in (at_once, one_by_one))
-        n = min(len(a), len(b))  # either may have made a level more than was wanted
+        n = min(len(a), len(b))  # either may have made a level more than was needed
         assert n >= min(limit, 2) and a.tokens[:n] == b.tokens[:n] and a.parents[:n] == b.parents[:n]
         np.testing.assert_allclose(a.p[:n], b.p[:n], rtol=1e-4)
         assert len(a) <= limit and at_once._tokens[: len(tokens)] == tokens

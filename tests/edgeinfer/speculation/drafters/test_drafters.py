@@ -70,7 +70,7 @@ def test_what_followed_the_longest_match_is_drafted():
     assert checked(tree, 10, 3) == tree
 
 
-def test_a_repetition_goes_on_behind_the_end_of_the_text():
+def test_a_repetition_goes_on_after_the_end_of_the_text():
     drafter = SuffixDrafter(1024)
     context = context_of([7, 1, 2, 3, 1, 2, 3])
     drafter.start(context)
@@ -151,10 +151,10 @@ def test_the_successors_that_the_model_thought_of_become_a_tree():
     drafter.start(context)
     assert len(drafter.propose(context, 8)) == 0
     context.tokens.append(3)
-    drafter.observe(context, 1, [logits_with(50, 3, 4)])  # behind 1, 2
+    drafter.observe(context, 1, [logits_with(50, 3, 4)])  # after 1, 2
     context.tokens.append(2)
-    drafter.observe(context, 1, [logits_with(50, 2, 7)])  # behind 2, 3
-    tree = drafter.propose(context, 8)  # behind 2: 3 or 4; behind 2, 3: 2 or 7
+    drafter.observe(context, 1, [logits_with(50, 2, 7)])  # after 2, 3
+    tree = drafter.propose(context, 8)  # after 2: 3 or 4; after 2, 3: 2 or 7
     paths = set()
     for node, token in enumerate(tree.tokens):
         path, above = [token], tree.parents[node]
@@ -167,9 +167,9 @@ def test_the_successors_that_the_model_thought_of_become_a_tree():
 def test_two_tokens_are_looked_for_before_one():
     drafter = RecyclingDrafter()
     context = context_of([1, 2, 3])
-    drafter.observe(context, 1, [logits_with(50, 3)])  # behind 1, 2
+    drafter.observe(context, 1, [logits_with(50, 3)])  # after 1, 2
     context.tokens.extend([5, 2, 6])
-    drafter.observe(context, 1, [logits_with(50, 6)])  # behind 5, 2, and behind 2
+    drafter.observe(context, 1, [logits_with(50, 6)])  # after 5, 2, and after 2
     assert drafter.propose(context_of([1, 2]), 1).tokens == [3]
     assert drafter.propose(context_of([8, 2]), 1).tokens == [6]
 
@@ -217,7 +217,7 @@ def test_the_first_draft_is_what_the_target_chooses_from_the_same_logits(options
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0, "repeat_penalty": 1.5}, {"temperature": 0.9, "min_p": 0.0}])
-def test_drafts_behind_drafts_are_chosen_with_the_noise_and_the_penalties_of_their_place(options):
+def test_drafts_after_drafts_are_chosen_with_the_noise_and_the_penalties_of_their_place(options):
     rng, n_seconds = np.random.default_rng(4), 0
     for seed in range(40):
         params, tokens = SamplingParams(seed=seed, top_p=1.0, **options), rng.integers(0, 12, 20).tolist()

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 @pytest.fixture(scope="module")
 def texts(model):
-    """What the model writes behind the prompt, greedily and drawn."""
+    """What the model writes after the prompt, greedily and drawn."""
     with edgeinfer.load(model, draft="none") as engine:
         engine.tokenizer.stop_ids = frozenset()
         prompt = engine.tokenize(PROMPT)
@@ -158,7 +158,7 @@ def make_trees_at_once(drafter, head, of_level=0.3, of_call=0.0):
     return asked
 
 
-def behind(drafter, engine, text, n_unverified=0):
+def after(drafter, engine, text, n_unverified=0):
     """A context after a text of which the target has decoded all but the unverified tokens."""
     engine.generate(text[: len(text) - n_unverified - 1], max_tokens=1, **GREEDY)
     drafter.session.truncate(min(drafter.session.n_past, 8))  # something is to be read, in every way the same
@@ -201,10 +201,10 @@ def test_a_tree_of_one_call_is_a_part_of_the_tree_made_level_by_level(drafting, 
     drafter, text = drafter_of(drafting), texts[0][:40]
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
     device_drafting, drafter._device_drafting = drafter._device_drafting, None
-    device_drafting.learn = lambda probability: None  # as many levels are wanted each time
-    level_by_level = drafter.propose(behind(drafter, drafting, text, n_unverified), 400)
+    device_drafting.learn = lambda probability: None  # as many levels are needed each time
+    level_by_level = drafter.propose(after(drafter, drafting, text, n_unverified), 400)
     drafter._device_drafting = device_drafting
-    context = behind(drafter, drafting, text, n_unverified)
+    context = after(drafter, drafting, text, n_unverified)
     at_once = drafter.propose(context, limit)
     assert 2 <= asked[0] <= limit and 2 <= len(at_once) <= limit
     assert checked(at_once, drafting.tokenizer.n_vocab, limit) == at_once
@@ -230,7 +230,7 @@ def test_trees_are_made_in_one_call_where_an_accepted_level_costs_less(drafting,
     """With 85 % of the levels right, two give 1.85 for the price of two."""
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, of_level)
-    context = behind(drafter, drafting, texts[0][:40])
+    context = after(drafter, drafting, texts[0][:40])
     assert drafter.cost(context)[0] == pytest.approx(of_level if is_used else 1.02)
     drafter.propose(context, 12)
     assert bool(asked) == is_used
@@ -239,7 +239,7 @@ def test_trees_are_made_in_one_call_where_an_accepted_level_costs_less(drafting,
 def test_no_more_levels_are_made_in_one_call_than_are_useful(drafting, head, texts):
     drafter = drafter_of(drafting)
     asked = make_trees_at_once(drafter, head, 0.1, of_call=0.5)
-    context = behind(drafter, drafting, texts[0][:40])
+    context = after(drafter, drafting, texts[0][:40])
     context.acceptance.length_rule = ChainLengthRule(FixedCosts().milliseconds(0), max_nodes=3)
     drafter.propose(context, 31)
     assert asked == [3]
@@ -264,7 +264,7 @@ def test_the_extra_cost_of_a_first_pass_is_not_a_cost_of_levels(drafting, texts,
 
     monkeypatch.setattr("edgeinfer.speculation.drafters.head.perf_counter", lambda: clock[0])
     drafter._costs, drafter.session.forward = cost_model(lambda n: 1.0), timed
-    context = behind(drafter, drafting, texts[0][:40])
+    context = after(drafter, drafting, texts[0][:40])
     drafter.prefill(context)
     passes.clear()
     for _ in range(100):
@@ -305,7 +305,7 @@ def test_a_tree_of_one_call_with_nan_is_dropped_with_the_reason(drafting, plain,
 
 
 def fresh_logits(engine, head, text, path):
-    """Logits of the head behind a text, in one pass with the target's features of one pass, then one by one."""
+    """Logits of the head after a text, in one pass with the target's features of one pass, then one by one."""
     with ModelFile.open(head) as file:
         spec = read_head(file)
         plan = plan_head(file, spec, LoadSettings(256, n_batch=256, n_threads=1))
@@ -379,7 +379,7 @@ def test_each_token_passes_once_and_drafts_take_few_rows(drafting):
 
 
 def test_hidden_states_are_requested_only_where_a_drafter_needs_them(opened, model, head):
-    for draft, wanted in (("auto", False), ([str(head)], True)):
+    for draft, needed in (("auto", False), ([str(head)], True)):
         engine = always(opened(model, draft=draft))
         forward, asked = engine.session.forward, set()
 
@@ -389,8 +389,8 @@ def test_hidden_states_are_requested_only_where_a_drafter_needs_them(opened, mod
 
         engine.session.forward = recorded
         tokens_of(engine, n=20)
-        assert asked == {wanted}
-        assert isinstance(drafter_of(engine), FeatureDrafter) == wanted
+        assert asked == {needed}
+        assert isinstance(drafter_of(engine), FeatureDrafter) == needed
 
 
 @pytest.mark.parametrize("room", range(1, 12))
@@ -580,7 +580,7 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
     else:
         monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
         budget = opened(model, draft="none").memory.peak + 1000
-        expected = f"loading with no draft head \\({head.name}\\)$"
+        expected = f"reduced: no draft head \\({head.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=[str(path)], budget=budget)
     assert tokens_of(engine) == tokens_of(plain)

@@ -49,8 +49,8 @@ def test_no_more_guesses_are_made_than_are_expected_to_save_time():
     guesses = NgramLookup()
     guesses.add(list(range(20)), 0)
     assert guesses.find([3, 4, 5], 8, [1.0 + n for n in range(MAX_TOKENS)]) == []
-    steep_behind_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
-    assert len(guesses.find([3, 4, 5], 8, steep_behind_two)) == 2
+    steep_after_two = [1.0, 1.01, 1.02, *(2.0 + n for n in range(MAX_TOKENS))]
+    assert len(guesses.find([3, 4, 5], 8, steep_after_two)) == 2
     assert len(guesses.find([3, 4, 5], 8, [1.0, 1.0])) == 1  # the longest pass whose cost is known
 
 
@@ -125,23 +125,23 @@ def test_any_guesses_give_the_draft_of_single_levels(open_drafter, monkeypatch, 
     _, guessing, read = open_drafter()
     text = list(range(20, 40))
     monkeypatch.setattr(NgramLookup, "find", lambda *arguments: [])
-    wanted = plain.propose(context_of(text), 31)
+    needed = plain.propose(context_of(text), 31)
     chain, node = [], -1
-    while node in wanted.parents:
-        node = wanted.parents.index(node)
-        chain.append(wanted.tokens[node])
+    while node in needed.parents:
+        node = needed.parents.index(node)
+        chain.append(needed.tokens[node])
 
-    def oracle(guesses, behind, most, milliseconds):
-        assert list(behind[: len(text)]) == text
-        first = len(behind) - len(text)
+    def oracle(guesses, after, most, milliseconds):
+        assert list(after[: len(text)]) == text
+        first = len(after) - len(text)
         right = chain[first : first + min(most, 6)]
         return [LookupToken(token + (n_wrong > 0 and i % n_wrong == n_wrong - 1), 0) for i, token in enumerate(right)]
 
     monkeypatch.setattr(NgramLookup, "find", oracle)
     drafted = guessing.propose(context_of(text), limit)
     n = len(drafted)
-    assert n == limit and drafted.tokens == wanted.tokens[:n] and drafted.parents == wanted.parents[:n]
-    assert drafted.p == wanted.p[:n] and drafted.buckets == wanted.buckets[:n]
+    assert n == limit and drafted.tokens == needed.tokens[:n] and drafted.parents == needed.parents[:n]
+    assert drafted.p == needed.p[:n] and drafted.buckets == needed.buckets[:n]
     n_past = guessing.session.n_past
     assert guessing._tokens[:n_past] == [*text, *chain][:n_past]
     if n_wrong == 0 and limit > 6:

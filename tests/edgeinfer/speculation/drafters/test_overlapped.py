@@ -62,7 +62,7 @@ def of(engine):
 
 
 def make_passes_last(engine):
-    """Each pass of the target lasts until the draft behind it is made, however slow the other thread is."""
+    """Each pass of the target lasts until the draft after it is made, however slow the other thread is."""
     drafter, forward = of(engine), engine.session.forward
 
     def lasting(*arguments, **options):
@@ -111,7 +111,7 @@ def test_the_drafter_works_while_the_target_does(ahead):
     """A draft after what is being verified is begun while the target's pass lasts, whichever of the threads is faster.
 
     The other thread makes no step but while the target waits for it or works, and each pass of the target lasts until
-    the draft that is wanted behind it has had one.
+    the draft that is needed after it has had one.
     """
     drafter, n_begun, n_passes, is_open = of(ahead), 0, 0, False
     make, propose, forward = drafter._make, drafter.propose, ahead.session.forward
@@ -199,16 +199,16 @@ def test_closing_ends_the_thread(model, files):
 
 
 def test_only_a_drafter_of_features_is_given_them(files, model):
-    for name, wanted in (("model", False), ("head of 1", True)):
+    for name, needed in (("model", False), ("head of 1", True)):
         with edgeinfer.load(model, draft=[str(files[name])]) as engine:
             drafter = overlapped(engine.speculator.drafters[-1])
             assert isinstance(drafter, OverlappedDrafter) and isinstance(drafter, BackgroundDrafter)
-            assert isinstance(drafter, FeatureDrafter) == wanted
+            assert isinstance(drafter, FeatureDrafter) == needed
             assert not isinstance(engine.speculator.drafters[-1], BackgroundDrafter)
 
 
 def test_a_draft_model_drops_unverified_tokens_that_were_rejected(model):
-    """Drafts behind a true text are those of a draft model that never saw another one."""
+    """Drafts after a true text are those of a draft model that never saw another one."""
     with edgeinfer.load(model, draft=[str(model)]) as engine, edgeinfer.load(model, draft=[str(model)]) as other:
         used, fresh = engine.speculator.drafters[-1], other.speculator.drafters[-1]
         text = engine.tokenize(PROMPT)

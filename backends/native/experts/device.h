@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-class ExpertTier {
+class ExpertDevice {
 public:
     // An expert that the device computes. Its rows are first_row .. first_row + n_rows - 1 of those of all experts.
     struct Taken {
@@ -17,11 +17,11 @@ public:
         int n_rows, first_row;
     };
 
-    virtual ~ExpertTier() = default;
+    virtual ~ExpertDevice() = default;
 
-    // wanted: experts of a layer, each once. n_rows: of each expert of the layer, how many rows want it. Puts those that
+    // needed: experts of a layer, each once. n_rows: of each expert of the layer, how many rows need it. Puts those that
     // the device takes last, and gives how many are left to the CPU.
-    virtual int choose(int layer, std::span<int32_t> wanted, const int32_t* n_rows) = 0;
+    virtual int choose(int layer, std::span<int32_t> needed, const int32_t* n_rows) = 0;
     // Begins to compute what was taken. rows: of all experts, which row of h each is. h: inputs of experts, ld apart.
     virtual void start(int layer, const int32_t* rows, const float* h, size_t ld) = 0;
     // Waits for the outputs, without weights, and writes them to their rows of out, ld apart. Gives false if the device
@@ -31,6 +31,6 @@ public:
     virtual bool has_raised() const = 0;
     virtual void rethrow() = 0;
 
-    // Of the layer at hand, in the order of `wanted`.
+    // Of the layer at hand, in the order of `needed`.
     std::vector<Taken> taken;
 };

@@ -1,4 +1,5 @@
-"""Experts on a second device: which of a layer's it computes, and which it holds (HybriMoE, arXiv:2504.05897).
+"""Experts on a second device, experimental: which of a layer's it computes, and which it holds (HybriMoE,
+arXiv:2504.05897).
 
 Within a pass nothing is moved to the device. Between passes experts that are used more take the place of those that are
 used less, in a small share of the time.
@@ -15,17 +16,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import ExpertTier, Watcher
+from edgeinfer.backends.base import ExpertDevice, PassHook
 from edgeinfer.common.errors import BackendLost, warn
 from edgeinfer.common.overriding import override
-from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
+from edgeinfer.offload.placement import ExpertTimes, GpuCache, LayerScores, NeededExpert, assign_held
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
 _MOST_KNOWN = 1024  # decisions that are kept
 UPLOAD_SHARE = 0.05  # of the time of passes, that uploads take at most
 
 
-class DeviceExperts(Protocol):
+class ExpertSlots(Protocol):
     """Experts on a device, in slots. Whatever fails there raises BackendLost."""
 
     n_slots: int
@@ -48,20 +49,18 @@ class DeviceExperts(Protocol):
 
 
 @dataclass
-class TierStats:
-    """What a device did. taken, left: experts of layers that it computed, and that were left to the CPU.
+class DeviceExpertsStats:
+    """What a device did."""
 
-    waited_seconds: that the CPU waited for it.  uploads: between passes.
-    """
-
+    # taken, left: experts of layers that it computed, and that were left to the CPU
     taken: int = 0
     left: int = 0
-    waited_seconds: float = 0.0
-    uploads: int = 0
+    waited_seconds: float = 0.0  # that the CPU waited for it
+    uploads: int = 0  # between passes
 
 
-class DeviceTier(ExpertTier):
-    """See backends.base.ExpertTier: experts of a loaded model on a device, which decides by measured times.
+class DeviceExperts(ExpertDevice):
+    """See backends.base.ExpertDevice: experts of a loaded model on a device, which decides by measured times.
 
     title: of the device, for messages.  n_experts: by layer.  times: of one expert on CPU and device.  is_cached: the
     CPU would have to read from disk what the device holds.  n_slots: experts that the device holds.  A device that
@@ -69,16 +68,16 @@ class DeviceTier(ExpertTier):
     """
 
     def __init__(
-        self, device: DeviceExperts, title: str, n_experts: Mapping[int, int], times: ExpertTimes, is_cached: bool
+        self, device: ExpertSlots, title: str, n_experts: Mapping[int, int], times: ExpertTimes, is_cached: bool
     ) -> None:
         self.title, self.times, self.n_slots = title, times, device.n_slots
-        self.stats = TierStats()
-        self._device: DeviceExperts | None = device
+        self.stats = DeviceExpertsStats()
+        self._device: ExpertSlots | None = device
         self._layers = n_experts
         self._is_cached = is_cached
         self._cache = GpuCache(max(n_experts) + 1, max(n_experts.values()), device.n_slots, MEMORY)
         self._slots: dict[int, dict[int, int]] = {layer: {} for layer in n_experts}  # by layer and expert
-        self._seen: list[Wanted] = []  # by the pass that runs
+        self._seen: list[LayerScores] = []  # by the pass that runs
         self._known: dict[tuple[tuple[int, bool], ...], Sequence[int]] = {}  # places of what is taken, see _taken
         self._pass_seconds = self._upload_seconds = 0.0
         self._reason: str | None = None  # why the device was dropped, until that is said
@@ -97,16 +96,16 @@ class DeviceTier(ExpertTier):
         """A line for people: what it holds, and what it did since the model was loaded."""
         if self._device is None:
             return f"all computed by the CPU: {self.title} failed"
-        n_wanted = self.stats.taken + self.stats.left
+        n_needed = self.stats.taken + self.stats.left
         return (
-            f"{self.n_slots} on {self.title}, which computed {self.stats.taken / max(1, n_wanted):.0%} of those wanted"
+            f"{self.n_slots} on {self.title}, which computed {self.stats.taken / max(1, n_needed):.0%} of those needed"
         )
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether the device holds an expert."""
         return expert in self._slots.get(layer, ())
 
-    def watch(self, inner: Watcher | None) -> Watcher:
+    def watch(self, inner: PassHook | None) -> PassHook:
         """What is to run each pass of the model, around what runs it now."""
 
         def run(tokens: Sequence[int], forward: Callable[[], bool | None]) -> bool | None:
@@ -133,25 +132,25 @@ class DeviceTier(ExpertTier):
             return ()
         most, held = max(rows), self._slots[layer]
         self._seen.append((layer, experts, rows if most == 1 else [n / most for n in rows]))
-        wants = tuple([(n, expert in held) for expert, n in zip(experts, rows, strict=True)])
-        places = self._known.get(wants)
+        needs = tuple([(n, expert in held) for expert, n in zip(experts, rows, strict=True)])
+        places = self._known.get(needs)
         if places is None:
-            places = self._taken(wants)
+            places = self._taken(needs)
             if len(self._known) < _MOST_KNOWN:
-                self._known[wants] = places
+                self._known[needs] = places
         self.stats.taken += len(places)
         self.stats.left += len(experts) - len(places)
         return [experts[place] for place in places]
 
-    def _taken(self, wants: Sequence[tuple[int, bool]]) -> Sequence[int]:
-        """Which of these the device takes. wants: of each expert its rows, and whether the device holds it."""
-        if not any(is_held for _, is_held in wants):
+    def _taken(self, needs: Sequence[tuple[int, bool]]) -> Sequence[int]:
+        """Which of these the device takes. needs: of each expert its rows, and whether the device holds it."""
+        if not any(is_held for _, is_held in needs):
             return ()
-        wanted = [
-            WantedExpert(place, n, is_held, not (is_held and self._is_cached))
-            for place, (n, is_held) in enumerate(wants)
+        needed = [
+            NeededExpert(place, n, is_held, not (is_held and self._is_cached))
+            for place, (n, is_held) in enumerate(needs)
         ]
-        return assign_held(wanted, self.times).gpu
+        return assign_held(needed, self.times).gpu
 
     @override
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
@@ -179,7 +178,7 @@ class DeviceTier(ExpertTier):
     # ---- between passes ----------------------------------------------------------------------------------------------
 
     def adapt(self) -> None:
-        """Behind a pass: move one expert to the device if that pays and there is time; say if the device failed."""
+        """After a pass: move one expert to the device if that pays and there is time; say if the device failed."""
         if self._reason is not None:
             reason, self._reason = self._reason, None
             warn(f"the CPU computes all experts from now on: {self.title} failed: {reason}")
@@ -213,7 +212,7 @@ class DeviceTier(ExpertTier):
 
 
 def measured_seconds(
-    device: DeviceExperts, layer: int, slot: int, n_embd: int, sizes: Sequence[int], n_tries: int = 3
+    device: ExpertSlots, layer: int, slot: int, n_embd: int, sizes: Sequence[int], n_tries: int = 3
 ) -> dict[int, float]:
     """Seconds that a device takes for one expert with so many rows, the best of some tries. Raises BackendLost.
 

@@ -1,11 +1,11 @@
-#include "kv/text_state.h"
+#include "kv/sequence_state.h"
 
 #include <algorithm>
 #include <stdexcept>
 
 namespace {
 
-// Layers that share a state. A window that would hold no less than all of a text is none.
+// Layers that share a state. A window that would hold no less than all of a sequence is none.
 struct Alike {
     KvSizes layer;
     std::vector<int> layers;
@@ -13,12 +13,12 @@ struct Alike {
     KvShape shape(KvType type) const {
         return {type, static_cast<int>(layers.size()), layer.n_kv_heads, layer.head_dim};
     }
-    int n_segments(const TextSizes& sizes) const {
+    int n_segments(const SequenceSizes& sizes) const {
         return layer.window ? WindowKv::n_segments(layer.window, sizes.n_batch) : segments_of(sizes.n_ctx);
     }
 };
 
-std::vector<Alike> alike_of(const TextSizes& sizes) {
+std::vector<Alike> alike_of(const SequenceSizes& sizes) {
     std::vector<Alike> found;
     for (int i = 0; i < static_cast<int>(sizes.layers.size()); i++) {
         KvSizes layer = std::get<KvSizes>(sizes.layers[static_cast<size_t>(i)]);
@@ -36,14 +36,14 @@ std::vector<Alike> alike_of(const TextSizes& sizes) {
 
 }  // namespace
 
-size_t TextState::n_bytes(const TextSizes& sizes) {
+size_t SequenceState::n_bytes(const SequenceSizes& sizes) {
     size_t n_bytes = 0;
     for (const Alike& alike : alike_of(sizes))
         n_bytes += alike.shape(sizes.type).segment_bytes() * static_cast<size_t>(alike.n_segments(sizes));
     return n_bytes;
 }
 
-TextState::TextState(const TextSizes& sizes) : places_(sizes.layers.size()), sizes_(sizes) {
+SequenceState::SequenceState(const SequenceSizes& sizes) : places_(sizes.layers.size()), sizes_(sizes) {
     for (const Alike& alike : alike_of(sizes)) {
         const KvShape shape = alike.shape(sizes.type);
         std::unique_ptr<KvState> state;
@@ -59,13 +59,13 @@ TextState::TextState(const TextSizes& sizes) : places_(sizes.layers.size()), siz
     }
 }
 
-size_t TextState::used_bytes() const {
+size_t SequenceState::used_bytes() const {
     size_t n_bytes = 0;
     for (const auto& state : states_) n_bytes += state->used_bytes();
     return n_bytes;
 }
 
-size_t TextState::window_bytes() const {
+size_t SequenceState::window_bytes() const {
     size_t n_bytes = 0;
     for (const auto& state : states_) {
         if (dynamic_cast<const WindowKv*>(state.get())) n_bytes += state->used_bytes();
@@ -73,7 +73,7 @@ size_t TextState::window_bytes() const {
     return n_bytes;
 }
 
-void TextState::reserve(int n_slots) {
+void SequenceState::reserve(int n_slots) {
     const LayerState::DropParked drop_parked = [this] {
         if (parked_.empty()) throw std::length_error("more tokens are pending than there is room for");
         forget(parked_.front().number);
@@ -82,13 +82,13 @@ void TextState::reserve(int n_slots) {
     n_slots_ = n_slots;
 }
 
-void TextState::commit(const int32_t* path, int n) {
+void SequenceState::commit(const int32_t* path, int n) {
     for (const auto& state : states_) state->commit(n_past_, path, n);
     n_slots_ = n_past_ += n;
 }
 
 // What one state reaches, another may not, so they are asked until all agree. All reach 0.
-int TextState::reach(int n_past) const {
+int SequenceState::reach(int n_past) const {
     for (int asked = -1; asked != n_past;) {
         asked = n_past;
         for (const auto& state : states_) n_past = state->reach(n_past);
@@ -96,13 +96,13 @@ int TextState::reach(int n_past) const {
     return n_past;
 }
 
-int TextState::truncate(int n_past) {
+int SequenceState::truncate(int n_past) {
     n_slots_ = n_past_ = reach(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
     return n_past_;
 }
 
-int TextState::park() {
+int SequenceState::park() {
     const int number = n_numbers_++;  // first: a number that failed half way is not given again
     n_slots_ = n_past_;
     for (const auto& state : states_) state->park(number, n_past_);
@@ -110,13 +110,14 @@ int TextState::park() {
     return number;
 }
 
-std::vector<TextState::Parked>::const_iterator TextState::find(int number) const {
-    return std::find_if(parked_.begin(), parked_.end(), [&](const Parked& text) { return text.number == number; });
+std::vector<SequenceState::Parked>::const_iterator SequenceState::find(int number) const {
+    return std::find_if(parked_.begin(), parked_.end(),
+                        [&](const Parked& sequence) { return sequence.number == number; });
 }
 
-int TextState::reach_parked(int number, int n_past) const {
-    const auto text = find(number);
-    n_past = text == parked_.end() ? 0 : std::min(n_past, text->n_past);
+int SequenceState::reach_parked(int number, int n_past) const {
+    const auto sequence = find(number);
+    n_past = sequence == parked_.end() ? 0 : std::min(n_past, sequence->n_past);
     for (int asked = -1; asked != n_past;) {
         asked = n_past;
         for (const auto& state : states_) n_past = state->reach_parked(number, n_past);
@@ -124,25 +125,25 @@ int TextState::reach_parked(int number, int n_past) const {
     return n_past;
 }
 
-int TextState::resume(int number, int n_past) {
+int SequenceState::resume(int number, int n_past) {
     n_slots_ = n_past_ = reach_parked(number, n_past);
     for (const auto& state : states_) state->resume(number, n_past_);
-    if (const auto text = find(number); text != parked_.end()) {
-        const auto at = parked_.begin() + (text - parked_.cbegin());
+    if (const auto sequence = find(number); sequence != parked_.end()) {
+        const auto at = parked_.begin() + (sequence - parked_.cbegin());
         std::rotate(at, at + 1, parked_.end());
     }
     return n_past_;
 }
 
-void TextState::forget(int number) {
-    const auto text = find(number);
-    if (text == parked_.end()) return;
+void SequenceState::forget(int number) {
+    const auto sequence = find(number);
+    if (sequence == parked_.end()) return;
     for (const auto& state : states_) state->forget(number);
-    parked_.erase(text);
+    parked_.erase(sequence);
 }
 
-std::vector<int> TextState::parked() const {
+std::vector<int> SequenceState::parked() const {
     std::vector<int> numbers;
-    for (const Parked& text : parked_) numbers.push_back(text.number);
+    for (const Parked& sequence : parked_) numbers.push_back(sequence.number);
     return numbers;
 }

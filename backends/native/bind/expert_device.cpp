@@ -6,31 +6,32 @@
 
 #include "bind/bindings.h"
 #include "decoder.h"
-#include "experts/tier.h"
+#include "experts/device.h"
 
 namespace {
 
 using Outputs = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Calls methods of a Python object; see ExpertTier in backends/base.py. What it raises stops the pass.
-class PythonTier : public ExpertTier {
+// Calls methods of a Python object; see ExpertDevice in backends/base.py. What it raises stops the pass.
+class PythonExpertDevice : public ExpertDevice {
 public:
-    PythonTier(nb::object tier, int n_embd) : tier_(std::move(tier)), n_embd_(static_cast<size_t>(n_embd)) {}
-    ~PythonTier() override {
+    PythonExpertDevice(nb::object device, int n_embd)
+        : expert_device_(std::move(device)), n_embd_(static_cast<size_t>(n_embd)) {}
+    ~PythonExpertDevice() override {
         HeldGil acquire;
-        tier_.reset();
+        expert_device_.reset();
         raised_ = nullptr;
     }
 
-    int choose(int layer, std::span<int32_t> wanted, const int32_t* n_rows) override {
+    int choose(int layer, std::span<int32_t> needed, const int32_t* n_rows) override {
         taken.clear();
         std::vector<int> rows;
-        for (const int32_t expert : wanted) rows.push_back(n_rows[expert]);
-        const std::vector<int32_t> experts(wanted.begin(), wanted.end());
+        for (const int32_t expert : needed) rows.push_back(n_rows[expert]);
+        const std::vector<int32_t> experts(needed.begin(), needed.end());
         std::vector<int32_t> found;
-        call([&] { found = nb::cast<std::vector<int32_t>>(tier_.attr("choose")(layer, experts, rows)); });
+        call([&] { found = nb::cast<std::vector<int32_t>>(expert_device_.attr("choose")(layer, experts, rows)); });
         const auto is_left = [&](int32_t e) { return std::find(found.begin(), found.end(), e) == found.end(); };
-        return static_cast<int>(std::stable_partition(wanted.begin(), wanted.end(), is_left) - wanted.begin());
+        return static_cast<int>(std::stable_partition(needed.begin(), needed.end(), is_left) - needed.begin());
     }
 
     void start(int layer, const int32_t* rows, const float* h, size_t ld) override {
@@ -53,14 +54,14 @@ public:
                 }
             }
             const nb::ndarray<nb::numpy, float, nb::ndim<2>> array(inputs->data(), {n, n_embd_}, owner);
-            tier_.attr("start")(layer, experts, n_rows, array);
+            expert_device_.attr("start")(layer, experts, n_rows, array);
         });
     }
 
     bool finish(float* out, size_t ld) override {
         bool is_done = false;
         call([&] {
-            const nb::object found = tier_.attr("finish")();
+            const nb::object found = expert_device_.attr("finish")();
             if (found.is_none()) return;
             write(nb::cast<Outputs>(found), out, ld);
             is_done = true;
@@ -100,16 +101,16 @@ private:
         }
     }
 
-    nb::object tier_;
+    nb::object expert_device_;
     size_t n_embd_;
     std::exception_ptr raised_;
 };
 
 }  // namespace
 
-void set_tier(Decoder& decoder, nb::object tier) {
-    std::shared_ptr<ExpertTier> made;
-    if (!tier.is_none()) made = std::make_shared<PythonTier>(std::move(tier), decoder.config().n_embd);
-    ReleasedGil release;  // a pass that runs may want the lock before it ends
-    decoder.set_tier(std::move(made));
+void set_expert_device(Decoder& decoder, nb::object device) {
+    std::shared_ptr<ExpertDevice> made;
+    if (!device.is_none()) made = std::make_shared<PythonExpertDevice>(std::move(device), decoder.config().n_embd);
+    ReleasedGil release;  // a pass that runs may need the lock before it ends
+    decoder.set_expert_device(std::move(made));
 }

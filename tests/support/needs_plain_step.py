@@ -2,4 +2,4 @@
 
 from edgeinfer.speculation.payoff import Payoff
 
-WANTS_PLAIN_STEP = Payoff.wants_plain_step
+NEEDS_PLAIN_STEP = Payoff.needs_plain_step

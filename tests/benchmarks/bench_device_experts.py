@@ -1,8 +1,8 @@
 """A model some of whose experts an OpenCL device computes, against the CPU alone: speed, and how near the logits are.
 
-    python tests/benchmarks/bench_expert_tier.py MODEL.gguf [--device opencl:0] [--sizes 25%,50%,100%] [--force]
+    python tests/benchmarks/bench_device_experts.py MODEL.gguf [--device opencl:0] [--sizes 25%,50%,100%] [--force]
 
-Tokens behind a prompt of real text, one a pass: those that the CPU alone finds most probable, the same ones for every
+Tokens after a prompt of real text, one a pass: those that the CPU alone finds most probable, the same ones for every
 size. taken: the share of the experts of layers that the device computed. waited: the share of the time that the CPU
 waited for it. errors: the largest and the median difference of a row of logits, as shares of the largest logit. same:
 tokens that are the most probable ones in both. On a device that is a CPU, as with PoCL, both compute on the same cores:
@@ -74,7 +74,7 @@ class Run:
         n_ctx = N_PROMPT + given.tokens + 1
         with edgeinfer.load(given.model, n_ctx=n_ctx, n_threads=given.threads, draft="none", **device) as engine:
             self._decode(engine, given.tokens, tokens)
-            self.tier = engine.expert_tier
+            self.device_experts = engine.device_experts
             self.simulation = self._simulated(engine)
 
     def _decode(self, engine: Engine, n: int, tokens: list[int] | None) -> None:
@@ -96,13 +96,13 @@ class Run:
 
     def _simulated(self, engine: Engine) -> dict[str, float]:
         """Milliseconds of the experts of a token by each rule, by measured times."""
-        tier = engine.expert_tier
-        if tier is None:
+        device_experts = engine.device_experts
+        if device_experts is None:
             return {}
         of_layers = self.routing[:, (self.routing != NONE).any(axis=(0, 2))]
         n_experts = 1 + int(of_layers.max())
         routing = Routing(of_layers, n_experts, N_PROMPT, self.pass_lengths)
-        found = simulate(routing, tier.times, tier.n_slots)
+        found = simulate(routing, device_experts.times, device_experts.n_slots)
         return {rule: round(1000 * of.seconds / self.n, 3) for rule, of in found.items()}
 
     def figures(self, alone: Run) -> dict[str, Any]:
@@ -114,16 +114,16 @@ class Run:
             "same": int((self.logits.argmax(axis=1) == alone.logits.argmax(axis=1)).sum()),
             "of": len(self.logits),
         }
-        if self.tier is not None:
-            stats = self.tier.stats
+        if self.device_experts is not None:
+            stats = self.device_experts.stats
             found |= {
-                "experts_on_device": self.tier.n_slots,
+                "experts_on_device": self.device_experts.n_slots,
                 "taken": round(stats.taken / max(1, stats.taken + stats.left), 3),
                 "waited": round(stats.waited_seconds / self.seconds, 3),
                 "uploads": stats.uploads,
                 "expert_ms": {
-                    "cpu": round(1000 * self.tier.times.cpu(1), 3),
-                    "device": round(1000 * self.tier.times.gpu(1), 3),
+                    "cpu": round(1000 * self.device_experts.times.cpu(1), 3),
+                    "device": round(1000 * self.device_experts.times.gpu(1), 3),
                 },
                 "simulation_ms_a_token": self.simulation,
             }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import same_bits
-from numpy_tier import NumpyTier
+from numpy_experts import NumpyExperts
 from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_experts
 
 from edgeinfer.backends.base import Rows
@@ -64,25 +64,25 @@ def test_what_the_tier_gives_takes_the_place_of_what_the_cpu_gives(
         alone = logits_of(model, tokens, 7)
         for takes in (lambda layer, expert: expert % 2 == 0, lambda *_: True, lambda *_: False):
             for each in (1, 21):
-                tier = NumpyTier(file, model.spec, takes)
-                model.set_expert_tier(tier)
+                device_experts = NumpyExperts(file, model.spec, takes)
+                model.set_expert_device(device_experts)
                 found = logits_of(model, tokens, each)
                 assert np.abs(found - alone).max() < 1e-4 * np.abs(alone).max()
-                assert bool(tier.calls) == takes(0, 0)
-        model.set_expert_tier(None)
+                assert bool(device_experts.calls) == takes(0, 0)
+        model.set_expert_device(None)
         assert same_bits(logits_of(model, tokens, 7), alone)
 
 
 def test_outputs_are_added_with_their_weights(file: ModelFile, rng: np.random.Generator) -> None:
-    """An expert whose outputs are doubled changes the logits: they are the tier's, not the CPU's."""
+    """An expert whose outputs are doubled changes the logits: they are the device's, not the CPU's."""
 
-    class Doubled(NumpyTier):
+    class Doubled(NumpyExperts):
         def finish(self) -> Any:
             return 2 * self._outputs
 
     model, tokens = load(file), some(rng, 9)
     alone = logits_of(model, tokens, 9)
-    model.set_expert_tier(Doubled(file, model.spec))
+    model.set_expert_device(Doubled(file, model.spec))
     assert np.abs(logits_of(model, tokens, 9) - alone).max() > 0.1
 
 
@@ -94,10 +94,10 @@ def test_the_cpu_computes_what_a_failed_device_took(
     tokens, model = some(rng, 16), load(file, is_cached=is_cached)
     alone = logits_of(model, tokens, 16)
     for takes in (lambda layer, expert: expert % 2 == 0, lambda *_: True):
-        model.set_expert_tier(NumpyTier(file, model.spec, takes, fails=lambda call: True))
+        model.set_expert_device(NumpyExperts(file, model.spec, takes, fails=lambda call: True))
         assert same_bits(logits_of(model, tokens, each), alone)
-    later = NumpyTier(file, model.spec, fails=lambda call: call % 2 == 1)
-    model.set_expert_tier(later)
+    later = NumpyExperts(file, model.spec, fails=lambda call: call % 2 == 1)
+    model.set_expert_device(later)
     assert np.abs(logits_of(model, tokens, each) - alone).max() < 1e-4 * np.abs(alone).max()
     assert len(later.calls) > 1
 
@@ -106,7 +106,7 @@ def test_the_bits_do_not_depend_on_threads_and_on_the_cache(file: ModelFile, rng
     tokens, found = some(rng, 30), []
     for n_threads, is_cached in ((1, False), (2, False), (2, True)):
         model = load(file, n_threads, is_cached)
-        model.set_expert_tier(NumpyTier(file, model.spec))
+        model.set_expert_device(NumpyExperts(file, model.spec))
         found += [logits_of(model, tokens, 30)]
         model.close()
     assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
@@ -115,7 +115,7 @@ def test_the_bits_do_not_depend_on_threads_and_on_the_cache(file: ModelFile, rng
 def test_texts_may_run_together(file: ModelFile, rng: np.random.Generator) -> None:
     model = load(file)
     texts = [some(rng, n) for n in (3, 1, 5)]
-    model.set_expert_tier(NumpyTier(file, model.spec))
+    model.set_expert_device(NumpyExperts(file, model.spec))
     together = model.forward([Rows(model.session(), tokens, logits="all") for tokens in texts])
     for tokens, output in zip(texts, together, strict=True):
         alone = model.session().forward(tokens, logits="all").logits
@@ -126,25 +126,25 @@ def test_what_a_tier_raises_ends_the_pass(file: ModelFile, rng: np.random.Genera
     model, tokens = load(file), some(rng, 5)
     alone = logits_of(model, tokens, 5)
     session = model.session()
-    for tier in (
-        NumpyTier(file, model.spec, raises=OSError("broken")),
-        NumpyTier(file, model.spec, takes=lambda *_: 1 // 0),  # type: ignore[arg-type]
+    for device_experts in (
+        NumpyExperts(file, model.spec, raises=OSError("broken")),
+        NumpyExperts(file, model.spec, takes=lambda *_: 1 // 0),  # type: ignore[arg-type]
     ):
-        model.set_expert_tier(tier)
+        model.set_expert_device(device_experts)
         with pytest.raises((OSError, ZeroDivisionError), match="broken|zero"):
             session.forward(tokens)
         assert session.n_past == 0
-    model.set_expert_tier(None)
+    model.set_expert_device(None)
     assert same_bits(session.forward(tokens, logits="all").logits, alone)
 
 
 def test_rows_of_another_shape_are_refused(file: ModelFile, rng: np.random.Generator) -> None:
-    class Cut(NumpyTier):
+    class Cut(NumpyExperts):
         def finish(self) -> Any:
             return self._outputs[1:]
 
     model = load(file)
-    model.set_expert_tier(Cut(file, model.spec))
+    model.set_expert_device(Cut(file, model.spec))
     with pytest.raises(ValueError, match="another shape"):
         model.session().forward(some(rng, 4))
 
@@ -156,18 +156,18 @@ def stopped_by(stop: Callable[[NativeModel], None], file: ModelFile, error: type
     alone = logits_of(model, tokens, 6)
     begun = threading.Event()
 
-    class Slow(NumpyTier):
+    class Slow(NumpyExperts):
         def finish(self) -> Any:
             begun.set()
             time.sleep(0.5)
             return super().finish()
 
-    model.set_expert_tier(Slow(file, model.spec))
+    model.set_expert_device(Slow(file, model.spec))
     threading.Thread(target=lambda: begun.wait() and stop(model)).start()
     session = model.session()
     with pytest.raises(error):
         session.forward(tokens)
-    model.set_expert_tier(NumpyTier(file, model.spec))
+    model.set_expert_device(NumpyExperts(file, model.spec))
     found = session.forward(tokens, logits="all").logits
     assert np.abs(found - alone).max() < 1e-4 * np.abs(alone).max()
 
@@ -188,17 +188,17 @@ def test_ctrl_c_stops_a_pass(file: ModelFile) -> None:
 
 
 def asked_while_a_pass_runs(file: ModelFile, ask: Callable[[NativeModel], Any]) -> Any:
-    """What it gives; it waits for the pass, which wants the interpreter meanwhile."""
+    """What it gives; it waits for the pass, which needs the interpreter meanwhile."""
     model, seen = load(file), []
     begun = threading.Event()
 
-    class Asked(NumpyTier):
+    class Asked(NumpyExperts):
         def finish(self) -> Any:
             begun.set()
             time.sleep(0.05)
             return super().finish()
 
-    model.set_expert_tier(Asked(file, model.spec))
+    model.set_expert_device(Asked(file, model.spec))
     asking = threading.Thread(target=lambda: begun.wait() and seen.append(ask(model)))
     asking.start()
     model.session().forward(np.arange(4, dtype=np.int32))
@@ -223,7 +223,7 @@ def test_what_matrices_read_may_be_recorded_while_a_pass_runs(file: ModelFile) -
 def test_what_down_reads_in_a_device_is_not_recorded(file: ModelFile) -> None:
     tokens, model, found = np.arange(9, dtype=np.int32), load(file), []
     for takes in (lambda layer, expert: False, lambda layer, expert: layer == 0 and expert % 2 == 0):
-        model.set_expert_tier(NumpyTier(file, model.spec, takes))
+        model.set_expert_device(NumpyExperts(file, model.spec, takes))
         model.record_inputs(True)
         logits_of(model, tokens, 9)
         found.append({name: squares for name, squares in model.input_squares().items() if "blk.0" in name})

@@ -50,10 +50,10 @@ def slots_of(request: SizeRequest, buffers: Buffers, room: int, title: str) -> i
             f"expert_device_bytes of {human_bytes(request.n_bytes)} are too few: one expert and its buffers take "
             f"{human_bytes(least)}; use --expert-device-bytes {least} or more"
         )
-    wanted = buffers.n_experts if request.share is None else max(1, int(buffers.n_experts * request.share))
+    requested = buffers.n_experts if request.share is None else max(1, int(buffers.n_experts * request.share))
     limit = room if request.n_bytes is None else request.n_bytes
     if request != AUTO:
-        n_bytes = buffers.total(wanted) if request.n_bytes is None else min(limit, buffers.total(wanted))
+        n_bytes = buffers.total(requested) if request.n_bytes is None else min(limit, buffers.total(requested))
         if n_bytes > room:
             raise BudgetExceeded(
                 f"{title} has room for {human_bytes(max(room, 0))} of experts, {human_bytes(n_bytes)} are asked for: "
@@ -65,4 +65,4 @@ def slots_of(request: SizeRequest, buffers: Buffers, room: int, title: str) -> i
             f"{human_bytes(least)}: load without expert_device (--expert-device), or with smaller batches"
         )
     of_expert = buffers.total(1) - buffers.total(0)
-    return min(wanted, (limit - buffers.total(0)) // of_expert)
+    return min(requested, (limit - buffers.total(0)) // of_expert)

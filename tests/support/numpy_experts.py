@@ -1,4 +1,4 @@
-"""A tier of experts in numpy: what a device gives, without one, and how it may fail."""
+"""Experts in numpy in place of a device: what it gives, and how it may fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from edgeinfer.models.gguf import ModelFile
 Floats = NDArray[np.float32]
 
 
-class NumpyTier:
-    """See backends.base.ExpertTier.
+class NumpyExperts:
+    """See backends.base.ExpertDevice.
 
     takes: which experts of a layer it computes.  fails: at which of its calls of finish, from 0, it gives None.
     raises: what start raises, if anything.  calls: (layer, experts, rows) of each start.
