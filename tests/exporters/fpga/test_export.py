@@ -1,4 +1,4 @@
-"""`edgeinfer export --to fpga`: what is written, what is refused, and the way back."""
+"""`edgeinfer fpga export`: what is written, what is refused, and the way back."""
 
 import json
 from dataclasses import replace
