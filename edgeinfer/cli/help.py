@@ -17,6 +17,7 @@ from edgeinfer.cli.terminal import has_colours
 _LAST = "Options"
 _METAVARS = {" INTEGER RANGE": " N", " INTEGER": " N", " FLOAT RANGE": " X", " FLOAT": " X", " PATH": " FILE"}
 _ONE_RANGE = r"(?:-?[\d.]+<=?)?x[<>]=?-?[\d.]+"  # as click shows it; an error says it, too
+_VARIABLE = re.compile(r"(?<=\[)env var: \w+; |  \[env var: \w+\]")  # which docs/environment.md lists
 _RANGE = re.compile(rf"; {_ONE_RANGE}(?=\])|  \[{_ONE_RANGE}\]")
 _MODEL = ("model", "hf_repo", "hf_file", "n_threads", "backend")
 _MEMORY = ("n_ctx", "budget", "cache_type", "cache_type_k", "cache_type_v", "n_batch", "expert_cache", "ternary_bits")
@@ -98,7 +99,7 @@ def _record(option: click.Parameter, context: click.Context) -> tuple[str, str] 
     names, text = record
     for long, short in _METAVARS.items():
         names = names.replace(long, short)
-    text = _RANGE.sub("", text)
+    text = _RANGE.sub("", _VARIABLE.sub("", text))
     joined = ", ".join(sorted(option.opts, key=_n_dashes))  # as click joins them
     return names.replace(joined, _styled(", ".join(_main_names(option.opts)), fg="cyan"), 1), text
 

@@ -20,6 +20,7 @@ from edgeinfer.settings import variable_of
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
+_WORD = re.compile(r"[a-z0-9.]+")  # of a model's name
 _HF_REPO = "Model of Hugging Face, downloaded once.  [default of QUANT: Q4_K_M, or the first file]"
 
 
@@ -137,22 +138,24 @@ def find_models(
         if flags.get("hf_repo_draft") is not None:
             found[str(draft)] = _fetched(flags["hf_repo_draft"], "-hfd")
         elif draft is not None and flags[draft] is not None:
-            found[draft] = _found(flags, draft, must_be_there=True)
+            found[draft] = _found(flags, draft, may_be_folder and flags[draft].is_dir(), must_be_there=True)
     return found
 
 
 def shown_name(flags: Mapping[str, Any], engine: Engine) -> str:
     """What a chat calls its model: as it was named, and as the file calls itself where that tells something else."""
-    given = flags["hf_repo"] or flags["model"]
-    name = engine.path.stem if given is None else str(given)
-    itself = re.findall("[a-z0-9.]+", engine.name.lower())
-    return name if not itself or itself[0] in name.lower() else f"{name} ({engine.name})"
+    if flags["hf_repo"] is not None:
+        name = str(flags["hf_repo"])
+    else:
+        name = engine.path.stem if flags["model"] is None else flags["model"].name or str(flags["model"])
+    words, itself = (_WORD.findall(each.lower().removesuffix(".gguf")) for each in (name, engine.name))
+    return name if not itself or itself[0] in words else f"{name} ({engine.name})"
 
 
 def _option(*names: str, variable: bool, **settings: Any) -> click.Option:
     flag = next(name for name in names if name.startswith("--"))
     if variable:
-        settings |= {"envvar": variable_of(flag)}
+        settings |= {"envvar": variable_of(flag), "show_envvar": True}
     return click.Option([*names, flag[2:].replace("-", "_")], **settings)
 
 
@@ -164,7 +167,7 @@ def _found(flags: Mapping[str, Any], name: str, may_be_folder: bool = False, mus
     try:
         with _DownloadLines() as lines:
             path = find_model(flags[name], "the model", lines, may_be_folder=may_be_folder)
-        if must_be_there or variable is not None:
+        if (must_be_there or variable is not None) and not (may_be_folder and path.is_dir()):
             _check_there(path)
     except (ModelNotFound, InvalidArgument) as error:
         if variable is None:

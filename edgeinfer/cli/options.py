@@ -128,7 +128,7 @@ def out_option(type: OutputName, **settings: Any) -> Callable[[Command], Command
 
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
     """A flag that a variable of the environment can set too: EDGEINFER_CTX_SIZE stands for --ctx-size."""
-    return click.option(*names, envvar=variable_of(*names), **settings)
+    return click.option(*names, envvar=variable_of(*names), show_envvar=True, **settings)
 
 
 _ESCAPE = re.compile(rb"\\(?:([nrt'\"\\])|x([0-9A-Fa-f]{2}))")
@@ -162,6 +162,7 @@ escape_option = click.option(
     default=True,
     is_eager=True,  # the callbacks of others look at it
     envvar="EDGEINFER_ESCAPE",
+    show_envvar=True,
     help=r"Read \n, \t, \r, \", \', \\ and \xHH in TEXT and in options that are texts.  [default: escape]",
 )
 stop_option = click.option(

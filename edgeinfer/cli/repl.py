@@ -270,7 +270,7 @@ class Repl:
 
     def _model(self, argument: str) -> None:
         if not argument:
-            note(f"{shown_name(self._flags, self.engine)}, {self.engine.path}")
+            note(f"{shown_name(self._flags, self.engine)} ({self.engine.path})")
             return
         option = next(option for option in self._context.command.params if option.name == "model")
         name = option.process_value(self._context, argument)

@@ -74,8 +74,8 @@ def logits_of(backend: NativeBackend | FpgaSimBackend, path: Path, tokens: np.nd
 def test_chat_gives_the_text_of_the_native_engine(model: Path) -> None:
     flags = ["-m", str(model), "-n", "64", "--temp", "1", "-s", "2", "What is a table?"]
     answers = {}
-    for backend in ("native", "fpga-sim"):
-        done = CliRunner().invoke(cli.main, ["chat", "--backend", backend, *flags])
+    for backend, command in (("native", ["chat", "--backend", "native"]), ("fpga-sim", ["fpga", "simulate"])):
+        done = CliRunner().invoke(cli.main, [*command, *flags])
         assert done.exit_code == 0 and "64 tokens, " in done.stderr, done.stderr
         assert ("clock cycle" in done.stderr) == (backend == "fpga-sim")
         answers[backend] = done.stdout

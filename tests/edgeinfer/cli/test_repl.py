@@ -37,7 +37,7 @@ def other(tmp_path_factory):
 
 def test_what_shows_answers_is_in_the_memory_plan(model, tmp_path, native):
     """Of the ledger: the process, which has the libraries of the terminal, takes no more than its lines say."""
-    with sitting_at(model, tmp_path, "--backend", "native", "--draft", "none", "-n", "5", main=MAIN) as person:
+    with sitting_at(model, tmp_path, "--backend", "native", "--drafter", "none", "-n", "5", main=MAIN) as person:
         person.see("Ctrl-D leaves")
         person.say("日本 **hello**")
         person.see("tok/s")
@@ -236,7 +236,7 @@ def test_another_model_goes_on_with_the_conversation(model, other, tmp_path):
         person.say("/model")
         person.see(f"({model})")
         person.say(f"/model {other}")
-        person.see("the other | reference")
+        person.see("(the other) | reference")
         person.say("again")
         person.see("tok/s")
         person.say("/stats")

@@ -275,7 +275,7 @@ def test_an_output_whose_source_is_gone_has_its_manifest_or_is_not_there(
     assert {each["name"]: each["sha256"] for each in found} == hashes
 
 
-@pytest.mark.parametrize("flag", ["--size", "--fit"])
+@pytest.mark.parametrize("flag", ["--size", "--fit-into"])
 @pytest.mark.parametrize("text", ["abc", "50%", "auto", "-5", "0", "9e99GB", "1.5", ""])
 def test_a_size_says_the_form_that_it_has(flag: str, text: str, source: Path, tmp_path: Path) -> None:
     result = run(source, "--type", "auto", f"{flag}={text}", "-o", tmp_path / "b.gguf")
@@ -381,10 +381,10 @@ def test_what_has_no_room_is_refused_with_the_shortfall(
     "arguments, words",
     [
         (["--size", "1MB"], "--size goes with --type auto, not with --type (none)"),
-        (["--type", "auto", "--size", "1MB", "--fit", "1GB"], "--size and --fit both say"),
+        (["--type", "auto", "--size", "1MB", "--fit-into", "1GB"], "--size and --fit-into both say"),
         (["--type", "Q8_0", "--calibration", "x.txt"], "--calibration goes with --imatrix auto or --type auto"),
         (["--imatrix", "SOURCE"], "--imatrix goes with --type"),
-        (["--draft", "ngram"], "--draft goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
+        (["--drafter", "ngram"], "--drafter goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
         (["--type", "Q9"], "there is no type 'Q9'"),
         (["--type", "auto"], "--type auto needs --size"),
         (["--type", "auto", "--size", "1MB", "--cost", "fast"], "--cost must be verify:N"),
