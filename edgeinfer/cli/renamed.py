@@ -58,7 +58,11 @@ def explained(error: click.UsageError, arguments: Sequence[str]) -> click.UsageE
     command = error.ctx.command.name if error.ctx is not None else None
     if isinstance(error, click.NoSuchOption):
         became = RENAMED.get(command or "", {}).get(error.option_name)
-        return error if became is None else click.UsageError(f"{error.option_name} {became}.", error.ctx)
+        return (
+            error
+            if became is None
+            else click.UsageError(f"No such option {error.option_name!r}: it {became}.", error.ctx)
+        )
     if isinstance(error, click.BadParameter) and error.param is not None:
         for name in arguments:
             if name[:2] in error.param.opts and name[1:].isalpha() and name not in error.param.opts:

@@ -82,6 +82,17 @@ def test_chat_gives_the_text_of_the_native_engine(model: Path) -> None:
     assert answers["fpga-sim"] == answers["native"] and len(answers["native"]) > 64
 
 
+def test_a_text_is_completed_as_generate_does_it(model: Path) -> None:
+    flags = ["-m", str(model), "-n", "4", "--temp", "0", "-q", "hello"]
+    texts = [
+        CliRunner().invoke(cli.main, [*command, *flags]).stdout
+        for command in (["generate"], ["fpga", "simulate", "--complete"])
+    ]
+    assert texts[0] == texts[1] != ""
+    refused = CliRunner().invoke(cli.main, ["fpga", "simulate", "--complete", "-sys", "be brief", *flags])
+    assert refused.exit_code == 2 and "-sys is for a chat: leave --complete out" in " ".join(refused.stderr.split())
+
+
 def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, tmp_path: Path) -> None:
     tokens = np.arange(5, 17, dtype=np.int32)
     wanted = logits_of(NativeBackend(), model, tokens)

@@ -32,7 +32,7 @@ WRITING = {  # each option that writes, with the rest of its command line; MODEL
     ("distill", "--work"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
     ("distill", "--plot"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
 }
-NO_FILE = {"external_data", "unpack", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
+NO_FILE = {"external_data", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
 
 
 def commands() -> dict[str, click.Command]:
@@ -76,7 +76,8 @@ def test_every_option_that_names_a_file_says_whether_it_is_written() -> None:
         if isinstance(option.type, click.Path):
             assert isinstance(option.type, FileName), (command, option.name)
         written = re.match(
-            r"(The file|Plot|GGUF file of the head|Folder for intermediate)", getattr(option, "help", "") or ""
+            r"(The file|The folder to write|Plot|GGUF file of the head|Folder for intermediate)",
+            getattr(option, "help", "") or "",
         )
         assert isinstance(option.type, OutputName) == bool(written), (command, option.name)
 

@@ -119,7 +119,9 @@ def test_each_fault_has_its_message(folder: Path, damage: Callable[[Path], objec
 
 def test_what_is_no_such_folder_is_told(tmp_path: Path) -> None:
     result = run("fpga", "check", tmp_path)
-    assert result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer fpga export`" in result.stderr
+    assert (
+        result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer fpga export`" in result.stderr
+    )
     result = run("fpga", "check", tmp_path / "nothing")
     assert result.exit_code == 3 and "nothing: has no manifest.json" in result.stderr
     (tmp_path / "a.gguf").write_bytes(b"")
