@@ -71,13 +71,13 @@ _FILE = FileName(exists=True, dir_okay=False)
     show_default=True,
     help="Type of its matrices.",
 )
-@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Epochs of training.")
+@click.option("-epochs", "--epochs", type=click.IntRange(1), default=4, show_default=True, help="Epochs of training.")
 @click.option(
     "--init", type=FileName(), help="A head of the same target to continue from; another --seed gives other answers."
 )
 @click.option("--config", type=_FILE, help="TOML file with more settings: docs/draft-heads.md lists them.")
 @click.option(
-    "--device",
+    *("-dev", "--device"),
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,

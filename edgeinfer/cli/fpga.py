@@ -105,7 +105,7 @@ _DESIGN_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     type=click.IntRange(0, 1 << 20),
     default=0,
     metavar="N",
-    help="Shortlist of the output matrix: ternary picks N tokens, int8 rescores them; 256 is usual.  [default: none]",
+    help="Shortlist of the output matrix: ternary picks N tokens, int8 rescores them.  [default: none]",
 )
 @click.option(
     "--golden",

@@ -24,7 +24,7 @@ _MEMORY = ("n_ctx", "budget", "cache_type", "cache_type_k", "cache_type_v", "n_b
 _EXPERTS = ("expert_device", "expert_device_bytes", "verify")
 _SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device")
 _SAMPLING = (
-    *("temperature", "seed", "top_k", "top_p", "min_p", "repeat_penalty", "repeat_last_n", "frequency_penalty"),
+    *("temperature", "seed", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty"),
     *("penalty_last_n", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "logit_bias", "loop_guard"),
 )
@@ -101,10 +101,10 @@ def _record(option: click.Parameter, context: click.Context) -> tuple[str, str] 
         names = names.replace(long, short)
     text = _RANGE.sub("", _VARIABLE.sub("", text))
     joined = ", ".join(sorted(option.opts, key=_n_dashes))  # as click joins them
-    return names.replace(joined, _styled(", ".join(_main_names(option.opts)), fg="cyan"), 1), text
+    return names.replace(joined, _styled(", ".join(main_names(option.opts)), fg="cyan"), 1), text
 
 
-def _main_names(names: Sequence[str]) -> Iterator[str]:
+def main_names(names: Sequence[str]) -> Iterator[str]:
     """The first short and the first long name. docs/chat.md lists the others."""
     for n_dashes in (1, 2):
         yield from [name for name in names if _n_dashes(name) == n_dashes][:1]

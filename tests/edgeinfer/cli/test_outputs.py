@@ -12,6 +12,7 @@ import click
 import pytest
 from checkpoints import byte_level
 from click.testing import CliRunner, Result
+from commands import commands
 from split_models import split_model
 from tiny_models import write_tiny_model
 
@@ -33,15 +34,6 @@ WRITING = {  # each option that writes, with the rest of its command line; MODEL
     ("distill", "--plot"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
 }
 NO_FILE = {"external_data", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
-
-
-def commands() -> dict[str, click.Command]:
-    found = {name: cli.main.get_command(click.Context(cli.main), name) for name in cli.COMMANDS}
-    all = {name: command for name, command in found.items() if command is not None}
-    for name, group in list(all.items()):
-        if isinstance(group, click.Group):
-            all |= {f"{name} {each}": command for each, command in group.commands.items()}
-    return all
 
 
 def options() -> list[tuple[str, click.Parameter]]:

@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
+from edgeinfer.cli.profile_text import profile_lines
 from edgeinfer.errors import InvalidArgument
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
@@ -94,6 +95,15 @@ def test_a_shorter_context_is_listed_where_the_trained_one_does_not_fit(tmp_path
     assert 64 <= first.settings.n_ctx < 8192 and first.peak <= budget
     whole = replace(first.settings, n_ctx=8192)
     assert edgeinfer.profile(model, **vars(whole)).ledger.peak > budget
+
+
+def test_the_only_settings_that_fit_are_said_as_flags_that_load_them(tiny):
+    found = edgeinfer.profile(tiny, fit="1GiB", n_ctx=64, draft="none")
+    text = "\n".join(profile_lines(replace(found, fit=found.fit[:1])))
+    row = found.fit[0].settings
+    said = f"Only this fits into 1024 MiB: -c {row.n_ctx} --cache-type f16 -ub {row.n_batch} --drafter none\n"
+    assert said in text and "tokens/s are expected." in text
+    assert len(found.fit) > 1 and "Only this" not in "\n".join(profile_lines(found))
 
 
 def test_a_model_larger_than_the_machine_is_profiled_and_exit_code_4_says_so(tiny):

@@ -34,8 +34,9 @@ from edgeinfer.training.objective import Objective
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.trainer import Schedule
 
-FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --learning-rate 3e-3".split()
-FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1 --tasks 12".split()
+FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6".split()
+FAST += "--learning-rate 3e-3 --steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4".split()
+FAST += "--threads 1 --tasks 12".split()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_training_goes_on_from_a_head(given: Path, work: Path, tmp_path: Path) -
     again = run(given, tmp_path / "a.gguf", "--work", folder, "--learning-rate", "1e-12")
     assert again.exit_code == 2 and "init" in again.output
     other = run(given, tmp_path / "b.gguf", "--work", tmp_path / "b", "--init", first, "--blocks", "2")
-    assert other.exit_code == 3 and "found 1 blocks; name its --blocks and --taps" in other.output
+    assert other.exit_code == 3 and "found 1 blocks; give its blocks and taps (--config)" in other.output
     assert not (tmp_path / "b").exists()
 
 
@@ -142,7 +143,7 @@ def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp
     (other / "texts.json").unlink()
     for key, value, words in [
         ("target", "0123456789abcdef0123", "found those of the target '0123456789abcdef"),
-        ("context", 97, "has texts of up to 97 tokens: --context is 96"),
+        ("context", 97, "has texts of up to 97 tokens: --ctx-size is 96"),
     ]:
         (other / "texts.json").write_text(json.dumps(facts | {key: value}))
         result = run(given, tmp_path / "h.gguf", *options, other)
