@@ -130,7 +130,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
     return f"{type(error).__name__}: {error} (a bug: edgeinfer --debug shows where)", EdgeInferError.exit_code
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help", "--usage"]}, epilog=_EXIT_CODES)
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(package_name="edgeinfer", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(debug: bool) -> None:

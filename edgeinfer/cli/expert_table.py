@@ -36,12 +36,12 @@ def show_caches(
     from edgeinfer.expert_bench import measure_caches
     from edgeinfer.models.gguf import ModelFile
 
-    wanted = [size.strip() for size in sizes.split(",")]
+    given = [size.strip() for size in sizes.split(",")]
     points: list[CachePoint] = []
     with ModelFile.open(model) as file, ProgressBar("measuring") as bar, warnings_as_notes():
         if check_logits:
             note("first the whole model in memory, then each size of the cache; one model in memory at a time")
-        for point in measure_caches(file, wanted, n_threads, check_logits, bar, budget):
+        for point in measure_caches(file, given, n_threads, check_logits, bar, budget):
             if not as_json:
                 bar.close()
                 show(
@@ -50,7 +50,7 @@ def show_caches(
             points.append(point)
     if as_json:
         show(json.dumps({"model": model.name, "expert_caches": [point.as_dict() for point in points]}))
-    if wrong := [size for size, point in zip(wanted, points, strict=True) if point.is_equal is False]:
+    if wrong := [size for size, point in zip(given, points, strict=True) if point.is_equal is False]:
         raise EdgeInferError(f"logits with an expert cache of {', '.join(wrong)} differ from those of the whole model")
 
 

@@ -115,7 +115,7 @@ _OTHERS = ("size", "fit", "model_draft", "hf_repo_draft", "drafter", "no_check")
     "--draft-vocab",
     type=MayNameFile(lambda text: text.partition(":")[2] or None),
     metavar="N[:FILE]",
-    help="gguf: a draft model with logits for the N most frequent tokens of a text only.",
+    help="gguf: a draft model with logits for only the N most frequent tokens of FILE, or of a built-in text.",
 )
 @click.option(
     "--operators",
@@ -195,9 +195,9 @@ def _check_options(context: click.Context, to: str) -> None:
     from edgeinfer.errors import InvalidArgument
 
     for option in context.command.params:
-        wanted = _ONLY_FOR.get(option.name or "", (to,))
-        if to not in wanted and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
-            names = " or ".join((", ".join(wanted[:-1]), wanted[-1]) if len(wanted) > 1 else wanted)
+        targets = _ONLY_FOR.get(option.name or "", (to,))
+        if to not in targets and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
+            names = " or ".join((", ".join(targets[:-1]), targets[-1]) if len(targets) > 1 else targets)
             raise InvalidArgument(f"{long_name(option)} goes with --to {names}, not with --to {to}")
     _check_measured(context.params)
     given = context.params

@@ -35,7 +35,7 @@ _CACHE_TYPES = ("f16", "q8_0")  # of CacheType those that llama.cpp has, too
 
 
 class FileName(click.Path):
-    """The type of options that name files: a Path, with ~ and ~user resolved, as no shell does behind `--out=`."""
+    """The type of options that name files: a Path, with ~ and ~user resolved, as no shell does after `--out=`."""
 
     def __init__(self, **checks: Any) -> None:
         super().__init__(path_type=Path, **checks)

@@ -119,7 +119,7 @@ def give_up_failed() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError, AttributeError):  # no file behind it
+            with suppress(OSError, ValueError, AttributeError):  # it is no file
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, stream.fileno())
                 os.close(null)

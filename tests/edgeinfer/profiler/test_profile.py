@@ -99,11 +99,12 @@ def test_a_shorter_context_is_listed_where_the_trained_one_does_not_fit(tmp_path
 
 def test_the_only_settings_that_fit_are_said_as_flags_that_load_them(tiny):
     found = edgeinfer.profile(tiny, fit="1GiB", n_ctx=64, draft="none")
-    text = "\n".join(profile_lines(replace(found, fit=found.fit[:1])))
-    row = found.fit[0].settings
+    text, row = "\n".join(profile_lines(found)), found.fit[0].settings
+    assert len(found.fit) == 1
     said = f"Only this fits into 1024 MiB: -c {row.n_ctx} --cache-type f16 -ub {row.n_batch} --drafter none\n"
     assert said in text and "tokens/s are expected." in text
-    assert len(found.fit) > 1 and "Only this" not in "\n".join(profile_lines(found))
+    several = "\n".join(profile_lines(replace(found, fit=found.fit * 2)))
+    assert "Only this" not in several and "-c   cache type  drafts  -ub" in several
 
 
 def test_a_model_larger_than_the_machine_is_profiled_and_exit_code_4_says_so(tiny):

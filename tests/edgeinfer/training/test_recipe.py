@@ -66,14 +66,7 @@ def test_the_command_reads_it_before_any_work_and_has_no_flag_of_a_key(tmp_path:
     assert not {f"--{field.name.replace('_', '-')}" for field in fields(Recipe)} & options and len(options) < 50
     (tmp_path / "p.jsonl").write_text('{"prompt": "hello"}')
     (tmp_path / "a.toml").write_text("epochs = 2")
-    arguments = [
-        "m.gguf",
-        "--prompts",
-        tmp_path / "p.jsonl",
-        "-o",
-        tmp_path / "h.gguf",
-        "--config",
-        tmp_path / "a.toml",
-    ]
+    files = {"--prompts": "p.jsonl", "-o": "h.gguf", "--config": "a.toml"}
+    arguments = [each for flag, name in files.items() for each in (flag, str(tmp_path / name))]
     result = CliRunner().invoke(main, ["distill", "m.gguf", *arguments])
     assert result.exit_code == 2 and "the command line says it, --epochs" in " ".join(result.stderr.split())
