@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer, Conversation
-    from edgeinfer.completion import Completion, Piece, Timings, Usage
-    from edgeinfer.engine import Engine
-    from edgeinfer.errors import (
+    from edgeinfer.common.errors import (
         BackendCrashed,
         BackendLost,
         BackendUnavailable,
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
+    from edgeinfer.completion import Completion, Piece, Timings, Usage
+    from edgeinfer.engine import Engine
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
     from edgeinfer.models.reasoning import ToolCall
@@ -115,7 +115,7 @@ def __getattr__(name: str) -> Any:
         return version("edgeinfer")
     if name not in __all__:
         raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'errors')}"), name)
+    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'common.errors')}"), name)
     globals()[name] = value
     return value
 

@@ -15,30 +15,30 @@ from functools import cached_property, lru_cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
-from edgeinfer.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
-from edgeinfer.completion import Completion, FinishReason, Piece
-from edgeinfer.errors import (
+from edgeinfer.common.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
+from edgeinfer.common.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
     warn,
 )
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.types import Device, Logits, MemoryPlan
+from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
 from edgeinfer.offload.tier import DeviceTier
-from edgeinfer.one_process import OfOneProcess
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
 from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.stream import Output, Record, StopStrings, Stream
-from edgeinfer.types import Device, Logits, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation

@@ -7,14 +7,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, cast
 
-from edgeinfer.arguments import shown
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter

@@ -19,7 +19,7 @@ from edgeinfer.cli.options import (
 )
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
 
 _FILE = FileName(exists=True, dir_okay=False)
 

@@ -29,7 +29,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.streams import Command as PlainCommand
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show, visible
-from edgeinfer.errors import BadBoardFolder, BudgetExceeded
+from edgeinfer.common.errors import BadBoardFolder, BudgetExceeded
 
 if TYPE_CHECKING:
     from edgeinfer.models.spec import ModelSpec

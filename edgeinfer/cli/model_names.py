@@ -14,8 +14,8 @@ from click.core import ParameterSource
 from edgeinfer.cli.options import warnings_as_notes
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ReportLines, note
-from edgeinfer.errors import InvalidArgument, ModelNotFound
-from edgeinfer.settings import variable_of
+from edgeinfer.common.errors import InvalidArgument, ModelNotFound
+from edgeinfer.common.settings import variable_of
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine

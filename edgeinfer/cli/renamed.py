@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from edgeinfer.settings import variable_of
+from edgeinfer.common.settings import variable_of
 
 _ASKED = {
     "--verify": "is --check-pack now",

@@ -9,18 +9,18 @@ from functools import partial
 from itertools import cycle
 from typing import NoReturn
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded
+from edgeinfer.common.files import temporary_folder
+from edgeinfer.common.types import MemoryUse
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Tensor, layout
 from edgeinfer.exporters.source import Bytes, GgufSource
-from edgeinfer.files import temporary_folder
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.loading.plan import LoadPlan, plan_load
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import MemoryUse
 
 Types = Mapping[str, GGMLType]
 

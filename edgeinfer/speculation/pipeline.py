@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.common.errors import BackendLost, EdgeInferError
+from edgeinfer.common.other_work import Preemptions
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import Features, Logits
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.settings import DEFAULT_DRAFT_MAX
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
-from edgeinfer.speculation.other_work import Preemptions
 from edgeinfer.speculation.padding import PassPadding
 from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
@@ -26,7 +27,6 @@ from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
-from edgeinfer.types import Features, Logits
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
 _MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts

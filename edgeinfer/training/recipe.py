@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from edgeinfer.arguments import check_choice, check_number, check_text
-from edgeinfer.errors import EdgeInferError, InvalidArgument
-from edgeinfer.settings import Check, documented, integer, one_of, option, options_of
+from edgeinfer.common.arguments import check_choice, check_number, check_text
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.settings import Check, documented, integer, one_of, option, options_of
 
 OptimizerName = Literal["muon", "adamw"]
 AuthorName = Literal["auto", "native", "torch"]

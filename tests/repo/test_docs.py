@@ -14,13 +14,13 @@ import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
 from edgeinfer.cli.help import main_names
+from edgeinfer.common.settings import options_of, variable_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
-from edgeinfer.settings import options_of, variable_of
 from edgeinfer.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SHIPPED = ("backends", "edgeinfer", "exporters", "hls", "models")
 
 

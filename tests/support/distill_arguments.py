@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeinfer.settings import options_of
+from edgeinfer.common.settings import options_of
 from edgeinfer.training.recipe import Recipe
 
 

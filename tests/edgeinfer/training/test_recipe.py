@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from commands import commands
 
 from edgeinfer.cli import main
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 from edgeinfer.training.recipe import Recipe, read_recipe
 
 FLAGS = {"tokens": "--tokens"}
