@@ -16,7 +16,8 @@ from split_models import split_model
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.backends.native import NativeBackend, packed
+from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native.packing import packed
 from edgeinfer.backends.native.packing.packed import LAYOUT, MAGIC, packed_path
 from edgeinfer.cli import main
 from edgeinfer.common import devices

@@ -259,7 +259,7 @@ def test_rotations_are_sines_and_cosines() -> None:
 def test_a_folder_with_other_files_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"mine")
-    result = run("fpga", "export", tiny, "--out", tmp_path / "out")
+    result = run("fpga", "export", tiny, "--out", tmp_path / "out", "--overwrite")
     assert result.exit_code != 0 and "This folder has other files, such as 'pytorch_model.bin'" in result.stderr
 
 
@@ -271,7 +271,7 @@ def test_a_fault_leaves_the_older_folder(tiny: Path, tmp_path: Path, monkeypatch
         raise UnsupportedModel("no")
 
     monkeypatch.setattr(writing, "_write_embeddings", fail)
-    assert run("fpga", "export", tiny, "--out", tmp_path / "out", "--golden", "1").exit_code == 3
+    assert run("fpga", "export", tiny, "--out", tmp_path / "out", "--overwrite", "--golden", "1").exit_code == 3
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -320,10 +320,10 @@ def test_what_is_written_is_compared_with_the_source(
 
 def test_values_of_callers_are_checked(tmp_path: Path) -> None:
     for more, n_ctx, words in (
-        ({"embeddings": "int4"}, None, "--embeddings must be int8 or bf16: found 'int4'"),
+        ({"embeddings": "int4"}, None, "--embedding-type must be int8 or bf16: found 'int4'"),
         ({"golden": -1}, None, "--golden must be an integer in 0..4096: found -1"),
         ({"rescored": 1.5}, None, "--shortlist must be an integer"),
-        ({}, 1 << 21, "--ctx must be at most 1048576"),
+        ({}, 1 << 21, "--ctx-size must be at most 1048576"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             BoardOptions.of(Request(tmp_path, tmp_path, n_ctx=n_ctx, more=more))
