@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from edgeinfer.engine import Engine
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
+    from edgeinfer.logprobs import Score, TokenLogprob
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
@@ -78,11 +79,13 @@ __all__ = [
     "Piece",
     "Profile",
     "SamplingParams",
+    "Score",
     "ShapeError",
     "Speculation",
     "Stream",
     "TemplateError",
     "Timings",
+    "TokenLogprob",
     "TokenizerError",
     "ToolCall",
     "UnsupportedModel",
@@ -98,6 +101,7 @@ _MODULES = {
     "engine": ("Engine",),
     "loading.open": ("load",),
     "loading.options": ("LoadOptions",),
+    "logprobs": ("Score", "TokenLogprob"),
     "models.reasoning": ("ToolCall",),
     "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),

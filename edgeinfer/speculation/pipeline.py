@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -41,7 +41,8 @@ class Job:
 
     text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
     draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
-    is_plain, params: see Context.  n_drawn: tokens so far.
+    is_plain, params: see Context.  note: called with each token and the logits that it was drawn from, None for
+    nobody.  n_drawn: tokens so far.
     """
 
     text: list[int]
@@ -51,6 +52,7 @@ class Job:
     stop_ids: Container[int]
     is_plain: bool = False
     params: SamplingParams | None = None
+    note: Callable[[Logits, int], None] | None = None
     n_drawn: int = 0
 
     @property
@@ -96,6 +98,11 @@ class Speculator:
     def drafters(self) -> list[Drafter]:
         """The drafters, replaced ones left out."""
         return [state.drafter for state in self._states]
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of logits that a pass gives."""
+        return self._draft_max + 1
 
     @property
     def timeline(self) -> Timeline | None:
@@ -225,6 +232,9 @@ class Speculator:
         new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
         committed = perf_counter()
+        if job.note is not None:
+            for row, token in zip(path, new, strict=True):
+                job.note(out.logits[row], token)
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, tree, accepted, new)
         features = out.features
