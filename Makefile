@@ -1,7 +1,11 @@
-# make chat: sets up what is needed and talks with the default model.
-# make test: sets up what the tests need and runs them; EDGEINFER_REQUIRE=all make test: every optional part too.
-# make wheels: wheels for x86-64 and aarch64 in dist/, with all instruction sets.
-# make check: linters, types and the quick tests, in under a minute once all is set up.
+#: make chat     sets up what is needed and talks with the default model; ARGS="-m model.gguf" passes options
+#: make setup    sets up what `make chat` needs
+#: make test     sets up what the tests need and runs them; ARGS="-k tokenizer": a part
+#:               EDGEINFER_REQUIRE=all make test: every optional part too
+#: make check    linters, types and the quick tests, in under a minute once all is set up
+#: make bench    measures the default model, or MODELS="a.gguf b.gguf", beside llama.cpp
+#: make wheels   wheels for x86-64 and aarch64 in dist/, with all instruction sets
+#: make clean    removes .venv and build
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -37,7 +41,7 @@ PARTS := $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
     $(if $(call required,pyosys hls4ml),.venv/.hls) $(if $(call required,wheels),.venv/.wheels)
 
-.PHONY: setup chat check test bench wheels clean FORCE
+.PHONY: chat setup test check bench wheels clean help FORCE
 
 chat: setup
 	@if [ -t 0 ] || [ -n '$(strip $(ARGS))' ]; then $(BIN)/edgeinfer chat $(ARGS); \
@@ -158,3 +162,6 @@ setup: .venv/.builders
 
 clean:
 	rm -rf .venv build
+
+help:
+	@sed -n 's/^#: //p' $(firstword $(MAKEFILE_LIST))

@@ -42,7 +42,7 @@ _ENGINE_BYTES = 1 << 20  # of code, and of what Verilator has beside the memorie
 class FpgaSimBackend(MeasurableBackend):
     """See the module.
 
-    folder: of `edgeinfer export --to fpga`, made of the model that is loaded; its engine is simulated, with its
+    folder: of `edgeinfer fpga export`, made of the model that is loaded; its engine is simulated, with its
     weights. None for the model's weights and a small engine.
     Raises BackendUnavailable without Verilator, BadBoardFolder for a folder that cannot be used.
     """

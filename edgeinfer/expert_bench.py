@@ -100,7 +100,9 @@ def _whole(file: ModelFile, options: LoadOptions) -> PlannedModel:
     try:
         return _exactly(file, replace(options, expert_cache=None))
     except BudgetExceeded as error:
-        raise BudgetExceeded(f"--prove needs the whole model in memory once, which does not fit: {error}") from error
+        raise BudgetExceeded(
+            f"--check-logits needs the whole model in memory once, which does not fit: {error}"
+        ) from error
 
 
 def _run(

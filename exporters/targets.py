@@ -117,9 +117,16 @@ def _files_in(name: str, folder: Path) -> list[Path]:
     return [folder, *folder.glob("model.onnx*")]
 
 
+def files_replaced(name: str, out: Path) -> list[Path]:
+    """What a target would replace of what is there."""
+    if out.is_dir():
+        return _files_in(name, out)[1:]
+    return [out] if out.is_file() else []
+
+
 def check_gguf_files(name: str, request: Request) -> None:
     """Raises InvalidArgument where a folder of Hugging Face stands for what the target reads of GGUF files alone."""
-    read = {"--draft": request.draft}
+    read = {"-md": request.draft}
     if not TARGETS[name].target_folders:
         read["--target"] = request.more.get("model")
     for what, path in read.items():

@@ -33,6 +33,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "pack": "Pack a model to load in milliseconds.",
     "imatrix": "Compute the importance matrix of a model.",
     "export": "Convert a model to another format.",
+    "fpga": "Run ternary models on FPGA boards.",
     "devices": "List the devices that can run models.",
     "distill": "Train a draft head for a model.",
     "evaluate": "Measure the acceptance of a draft head.",

@@ -36,12 +36,16 @@ _ROUNDS = 8  # of a timeline
 @click.option("--rounds", type=click.IntRange(2), default=9, show_default=True, help="Repetitions of each measurement.")
 @click.option("--against", type=click.Choice(["llama.cpp"]), help="Measure llama-cpp-python too, alternating.")
 @click.option("--expert-cache", metavar="SIZES", help="Measure expert caches of these sizes instead: 25%,50%,4GiB.")
-@click.option("--prove", is_flag=True, help="With --expert-cache: compare all logits with those of the whole model.")
+@click.option(
+    "--check-logits", is_flag=True, help="--expert-cache: compare all logits with those of the whole model in memory."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print the cost curves as CSV instead of the table.")
 @click.option("--plot", type=OutputName(), help="Plot the cost curves to a PNG file.")
 @click.option("--timeline", type=OutputName(), help="Plot drafting and verifying over time to a PNG.")
-@click.option("-md", "--model-draft", type=FileName(), help="For --timeline: draft model or head.")
+@click.option(
+    "-md", "--model-draft", "--spec-draft-model", type=FileName(), help="For --timeline: draft model or head."
+)
 @click.option("--draft-device", default="auto", help="For --timeline: device of the drafter.  [default: auto]")
 def bench(
     model: Path | None,
@@ -50,7 +54,7 @@ def bench(
     rounds: int,
     against: str | None,
     expert_cache: str | None,
-    prove: bool,
+    check_logits: bool,
     as_json: bool,
     as_csv: bool,
     plot: Path | None,
@@ -66,13 +70,15 @@ def bench(
     the cache the speed, the bytes read and the hit rate, beside the best hit rate that any policy could have (Belady).
     """
     check_stdout()
-    check_together(expert_cache, prove, {"--against": against, "--csv": as_csv, "--plot": plot, "--timeline": timeline})
+    check_together(
+        expert_cache, check_logits, {"--against": against, "--csv": as_csv, "--plot": plot, "--timeline": timeline}
+    )
     check_plot(plot)
     check_plot(timeline)
     if timeline is not None:
         _draw_timeline(model, n_threads, budget, model_draft, draft_device, timeline)
     if expert_cache is not None:
-        show_caches(_named(model), expert_cache, n_threads, budget, prove, as_json)
+        show_caches(_named(model), expert_cache, n_threads, budget, check_logits, as_json)
         return
     result = _run(model, n_threads, budget, rounds, against)
     if plot is not None:

@@ -14,6 +14,8 @@ import click
 from edgeinfer.cli.answering import finish_one_shot, write_answer
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
+    Command,
+    backend_option,
     escaped_text,
     json_option,
     max_tokens,
@@ -38,18 +40,29 @@ if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
 
+_OPTIONS = (
+    click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT."),
+    click.option("-sys", "--system-prompt", "--system", "system", callback=escaped_text, help="System message."),
+    click.option("--session", "session_name", metavar="NAME", help="Go on with the conversation of that name."),
+    click.option("--list-sessions", is_flag=True, help="List the conversations that have a name, and exit."),
+    variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed messages."),
+    variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer."),
+    variable_option("--plain", is_flag=True, help="Show answers as the model writes them, not as Markdown."),
+)
+
+
+def chat_options(command: Command) -> Command:
+    """Adds -p, -sys, --session and what else a chat alone has."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
-@click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT.")
-@click.option("-sys", "--system", callback=escaped_text, help="System message.")
-@click.option(
-    "--session", "session_name", metavar="NAME", help="Go on with the conversation of that name, or begin it."
-)
-@click.option("--list-sessions", is_flag=True, help="List the conversations that have a name, and exit.")
-@variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed messages.")
-@variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer.")
-@variable_option("--plain", is_flag=True, help="Show answers as the model writes them, not as Markdown.")
+@backend_option
+@chat_options
 @stop_option
 @sampling_options
 @quiet_option

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, OutputName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.options import (
+    FileName,
+    OutputName,
+    context_option,
+    json_option,
+    long_name,
+    max_tokens_option,
+    out_option,
+    threads_option,
+    warnings_as_notes,
+)
 from edgeinfer.cli.plotting import check_plot, figure_into
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
@@ -20,44 +30,28 @@ if TYPE_CHECKING:
     from edgeinfer.training.distill import Settings
 
 _FILE = FileName(exists=True, dir_okay=False)
-_SHARE = click.FloatRange(0, 1)
-_POSITIVE = click.FloatRange(0, min_open=True)
 
 
 @click.command(cls=ModelCommand, model="target")
 @click.argument("target", type=FileName())
 @click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
-@click.option("--out", type=OutputName(".json"), required=True, help="GGUF file of the head; the report is OUT.json.")
-@click.option("--held-out", type=_FILE, help="Prompts for evaluation only.  [default: 3 % of the prompts]")
-@click.option("--work", type=OutputName(), help="Folder for intermediate files.  [default: OUT.work]")
 @click.option(
-    "--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Answer tokens to train on."
-)
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Per answer.")
-@click.option(
-    "--context", type=click.IntRange(32), default=1024, show_default=True, help="Tokens of prompt and answer."
-)
-@click.option(
-    "--answers",
-    type=click.IntRange(1),
-    default=1,
+    "--own-prompts",
+    type=click.IntRange(0),
+    default=0,
     show_default=True,
-    help="Answers per prompt; second ones are made after all first ones.",
+    metavar="N",
+    help="Further prompts that the model writes itself.",
 )
 @click.option(
     "--tasks",
     type=click.IntRange(0),
     default=0,
     show_default=True,
+    metavar="N",
     help="Further prompts made of the answers: summaries, questions about passages, translations, second turns.",
 )
-@click.option(
-    "--own-prompts",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Further prompts that the model writes itself, from where the template has a person's message.",
-)
+@click.option("--held-out", type=_FILE, help="Prompts for evaluation only.  [default: 3 % of the prompts]")
 @click.option(
     "--texts-of",
     type=FileName(exists=True, file_okay=False),
@@ -65,99 +59,42 @@ _POSITIVE = click.FloatRange(0, min_open=True)
     help="The --work folder of another run: train on its answers too; may be repeated.",
 )
 @click.option(
-    "--greedy-share", type=_SHARE, default=0.6, show_default=True, help="Share of first answers that are greedy."
+    "--tokens", type=click.IntRange(1), default=1_000_000, show_default=True, help="Answer tokens to train on."
 )
-@click.option("--temperature", type=_POSITIVE, default=0.8, show_default=True, help="Of sampled answers.")
+@context_option(1024)
+@max_tokens_option
+@out_option(OutputName(".json"), required=True, help="GGUF file of the head; the report is OUT.json.")
 @click.option(
-    "--chat-share",
-    type=_SHARE,
-    default=0.5,
-    show_default=True,
-    help="Share of sampled answers that are sampled as chat does for this model, penalties included.",
-)
-@click.option("--n-held", type=click.IntRange(1), default=48, show_default=True, help="Most prompts for evaluation.")
-@click.option(
-    "--draft-vocab", type=click.IntRange(2), default=8192, show_default=True, help="Tokens the head can draft."
-)
-@click.option("--blocks", type=click.IntRange(0), default=1, show_default=True, help="Decoder blocks behind the gate.")
-@click.option(
-    "--taps",
-    default="none",
-    show_default=True,
-    help="Layers that feed the head, such as 2,15,29; auto: early, middle and last; none: only the final row.",
-)
-@click.option("--epochs", type=click.IntRange(1), default=4, show_default=True, help="Epochs of training.")
-@click.option(
-    "--rounds", type=click.IntRange(0), default=0, show_default=True, help="Further epochs, also behind own drafts."
-)
-@click.option("--steps", type=click.IntRange(1, 8), default=3, show_default=True, help="Own drafts per position.")
-@click.option(
-    "--steps-from",
-    type=_SHARE,
-    default=0.0,
-    show_default=True,
-    help="Share of the training with one step instead of --steps; one takes a third of the time of three.",
-)
-@click.option(
-    "--rounded-from",
-    type=_SHARE,
-    default=0.6,
-    show_default=True,
-    help="Share of the training after which weights are rounded to --type in each pass.",
-)
-@click.option(
-    "--init",
-    type=FileName(),
-    help="A head of the same target to continue from; another --seed gives other answers.",
-)
-@click.option("--batch-tokens", type=click.IntRange(1), default=4096, show_default=True, help="Positions per batch.")
-@click.option(
-    "--optimizer",
-    type=click.Choice(["muon", "adamw"]),
-    default="muon",
-    show_default=True,
-    help="For matrices; norms use AdamW.",
-)
-@click.option("--lr", "learning_rate", type=_POSITIVE, default=1e-3, show_default=True, help="Largest learning rate.")
-@click.option("--warm-up", type=_SHARE, default=0.05, show_default=True, help="Share of the training for warm-up.")
-@click.option(
-    "--feature-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Weight of the feature loss."
-)
-@click.option(
-    "--token-weight", type=click.FloatRange(0), default=1.0, show_default=True, help="Weight of the cross-entropy."
-)
-@click.option("--decay", type=_SHARE, default=0.8, show_default=True, help="Factor on the loss per further step.")
-@click.option(
-    "--noise", type=click.FloatRange(0), default=0.1, show_default=True, help="Noise on features, in their units."
-)
-@click.option(
-    "--evaluate-every",
-    type=click.IntRange(1),
-    default=100,
-    show_default=True,
-    help="Batches between checkpoints.",
-)
-@click.option(
-    "--type", type=click.Choice(["f16", "q8_0", "q4_0"]), default="q8_0", show_default=True, help="Type of matrices."
-)
-@click.option(
-    "--gate-type",
+    "--type",
     type=click.Choice(["f16", "q8_0", "q4_0"]),
-    help="Type of gate and attention, which lose more from few bits.  [default: as --type]",
+    default="q8_0",
+    show_default=True,
+    help="Type of its matrices.",
 )
+@click.option("-epochs", "--epochs", type=click.IntRange(1), default=4, show_default=True, help="Epochs of training.")
 @click.option(
-    "--author",
-    type=click.Choice(["auto", "native", "torch"]),
+    "--init", type=FileName(), help="A head of the same target to continue from; another --seed gives other answers."
+)
+@click.option("--config", type=_FILE, help="TOML file with more settings: docs/draft-heads.md lists them.")
+@click.option(
+    *("-dev", "--device"),
+    type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Engine that generates the answers.",
-)
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--disk", "disk_gib", type=click.FloatRange(0), default=20.0, show_default=True, help="GiB for features, at most."
+    help="What trains, and with cuda what generates the answers.",
 )
 @threads_option
-@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
+@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Random seed.")
+@click.option("--work", type=OutputName(), help="Folder for intermediate files.  [default: OUT.work]")
+@click.option(
+    "--disk",
+    "disk_gib",
+    type=click.FloatRange(0),
+    default=20.0,
+    show_default=True,
+    metavar="GIB",
+    help="Most disk space for features.",
+)
 @click.option("--plot", type=OutputName(), help="Plot loss and acceptance over training tokens to a PNG.")
 @json_option
 def distill(
@@ -165,6 +102,7 @@ def distill(
     prompts: Path,
     out: Path,
     held_out: Path | None,
+    config: Path | None,
     work: Path | None,
     plot: Path | None,
     as_json: bool,
@@ -177,11 +115,14 @@ def distill(
     continues, and ends with the same weights. For several GPUs: torchrun --nproc-per-node N --no-python edgeinfer
     distill ...
     """
+    from edgeinfer.training.recipe import read_recipe
+
+    recipe = read_recipe(config, _flags(click.get_current_context().command))
     try:
         import edgeinfer.training.distill as training
     except ImportError as error:
         raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
-    settings = _settings(training.Settings, options)
+    settings = _settings(training.Settings, options | vars(recipe))
     check_stdout()
     check_plot(plot)
     if not out.parent.is_dir():
@@ -198,12 +139,17 @@ def distill(
     show(json.dumps(summary) if as_json else visible(_table(summary)))
 
 
+def _flags(command: click.Command) -> dict[str, str]:
+    """The options by the names that a key would have."""
+    return {long_name(each)[2:].replace("-", "_"): long_name(each) for each in command.params if each.opts[0][0] == "-"}
+
+
 def _settings(kind: type[Settings], options: dict[str, Any]) -> Settings:
     """The options as settings. Raises InvalidArgument for those that do not go together."""
     disk_gib = options.pop("disk_gib")
     if options["max_tokens"] >= options["context"]:
         raise InvalidArgument(
-            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --context {options['context']}"
+            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --ctx-size {options['context']}"
         )
     return kind(disk_bytes=int(disk_gib * 2**30), **options)
 

@@ -9,7 +9,14 @@ from typing import Any
 import click
 
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
+from edgeinfer.cli.options import (
+    FileName,
+    context_option,
+    json_option,
+    max_tokens_option,
+    threads_option,
+    warnings_as_notes,
+)
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
 from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
@@ -26,13 +33,17 @@ _FILE = FileName(exists=True, dir_okay=False)
     required=True,
     help='JSON Lines with "prompt" or "turns" (a list of texts), and "category".',
 )
-@click.option("--temp", "temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="Of the answers.")
-@click.option("--max-tokens", type=click.IntRange(2), default=256, show_default=True, help="Per answer.")
 @click.option(
-    "--context", type=click.IntRange(32), default=2048, show_default=True, help="Tokens of prompt and answer."
+    *("--temp", "--temperature", "temperature"),
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Temperature of the answers.",
 )
+@max_tokens_option
+@context_option(2048)
 @threads_option
-@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True)
+@click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Random seed.")
 @json_option
 def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: Any) -> None:
     """Measure the acceptance of a draft head.
@@ -48,7 +59,7 @@ def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: 
         raise BackendUnavailable(f"evaluate needs torch: pip install 'edgeinfer[train]' ({error})") from error
     if options["max_tokens"] >= options["context"]:
         raise InvalidArgument(
-            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --context {options['context']}"
+            f"--max-tokens {options['max_tokens']} must leave room for a prompt in --ctx-size {options['context']}"
         )
     check_stdout()
     with warnings_as_notes(), ReportLines() as report:

@@ -18,35 +18,39 @@ if TYPE_CHECKING:
 _HEAD = f"{'cache':>10}{'share':>7}{'tok/s':>9}{'read a token':>14}{'hits':>8}{'Belady':>8}{'wait a token':>14}"
 
 
-def check_together(expert_cache: str | None, prove: bool, others: dict[str, object]) -> None:
+def check_together(expert_cache: str | None, check_logits: bool, others: dict[str, object]) -> None:
     """Raises click.UsageError for flags that do not go together. others: flags of the other measurement, as given."""
     if expert_cache is None:
-        if prove:
-            raise click.UsageError("--prove compares expert caches: name their sizes with --expert-cache")
+        if check_logits:
+            raise click.UsageError("--check-logits compares expert caches: name their sizes with --expert-cache")
         return
     for flag, value in others.items():
         if value:
             raise click.UsageError(f"--expert-cache and {flag} measure different things: leave one out")
 
 
-def show_caches(model: Path, sizes: str, n_threads: int | None, budget: str | None, prove: bool, as_json: bool) -> None:
-    """Measure and print. Raises EdgeInferError at the end if --prove found logits that differ."""
+def show_caches(
+    model: Path, sizes: str, n_threads: int | None, budget: str | None, check_logits: bool, as_json: bool
+) -> None:
+    """Measure and print. Raises EdgeInferError at the end if --check-logits found logits that differ."""
     from edgeinfer.expert_bench import measure_caches
     from edgeinfer.models.gguf import ModelFile
 
-    wanted = [size.strip() for size in sizes.split(",")]
+    given = [size.strip() for size in sizes.split(",")]
     points: list[CachePoint] = []
     with ModelFile.open(model) as file, ProgressBar("measuring") as bar, warnings_as_notes():
-        if prove:
+        if check_logits:
             note("first the whole model in memory, then each size of the cache; one model in memory at a time")
-        for point in measure_caches(file, wanted, n_threads, prove, bar, budget):
+        for point in measure_caches(file, given, n_threads, check_logits, bar, budget):
             if not as_json:
                 bar.close()
-                show(visible(_line(point) if points else f"{_HEAD}{'  logits' if prove else ''}\n{_line(point)}"))
+                show(
+                    visible(_line(point) if points else f"{_HEAD}{'  logits' if check_logits else ''}\n{_line(point)}")
+                )
             points.append(point)
     if as_json:
         show(json.dumps({"model": model.name, "expert_caches": [point.as_dict() for point in points]}))
-    if wrong := [size for size, point in zip(wanted, points, strict=True) if point.is_equal is False]:
+    if wrong := [size for size, point in zip(given, points, strict=True) if point.is_equal is False]:
         raise EdgeInferError(f"logits with an expert cache of {', '.join(wrong)} differ from those of the whole model")
 
 

@@ -9,40 +9,54 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from edgeinfer.cli.board_folder import BOARD_OPTIONS, board_options, missing, run_on_folder
 from edgeinfer.cli.endings import ended_by_signals
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, MayNameFile, OutputName, warnings_as_notes
+from edgeinfer.cli.options import (
+    Choice,
+    FileName,
+    MayNameFile,
+    OutputName,
+    long_name,
+    out_option,
+    overwrite_option,
+    warnings_as_notes,
+)
+from edgeinfer.cli.outputs import check_new
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, note, show
 
 if TYPE_CHECKING:
     from edgeinfer.exporters.request import Plan, Request, Result
 
-_TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary", "fpga")
+_TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary")
 _PACKAGES = ("genai", "litertlm", "mnn", "pte")
 _QUANTISED = ("gguf", *_PACKAGES, "onnx")
 _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
-    **dict.fromkeys(("draft",), _PACKAGES),
-    **dict.fromkeys(("n_ctx",), (*_QUANTISED, "fpga")),
+    **dict.fromkeys(("model_draft", "hf_repo_draft", "drafter"), _PACKAGES),
+    **dict.fromkeys(("n_ctx", "no_check"), _QUANTISED),
     **dict.fromkeys(("resume",), ("gguf",)),
-    **dict.fromkeys(("check",), (*_QUANTISED, "fpga")),
     **dict.fromkeys(("model",), ("gguf", "onnx")),
     **dict.fromkeys(("draft_vocab",), ("gguf",)),
     **dict.fromkeys(("format", "head"), ("ternary",)),
     **dict.fromkeys(("operators", "external_data"), ("onnx",)),
-    **dict.fromkeys(BOARD_OPTIONS, ("fpga",)),
 }
 # What comes with OUT: a manifest; of gguf what an export that goes on needs, and what it measured; of onnx the weights.
 _BESIDE = (".manifest.json", ".partial", ".partial.journal", ".partial.journal.new", ".auto.jsonl", ".data")
-_FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check", "cost")  # of Request
+_FIELDS = ("type", "imatrix", "calibration", "n_ctx", "resume", "cost")  # of Request, as they are given
+_OTHERS = ("size", "fit", "model_draft", "hf_repo_draft", "drafter", "no_check")  # of which fields are made
 
 
-@click.command(cls=ModelCommand, model="source", others=("model",), may_be_folder=True)
+@click.command(cls=ModelCommand, model="source", draft="model_draft", others=("model",), may_be_folder=True)
 @click.argument("source", type=FileName())
-@click.option("--to", type=click.Choice(_TARGETS), help="Target format.  [required]")
-@click.option("-o", "--out", type=OutputName(*_BESIDE), help="The file or folder to write.  [required]")
+@click.option(
+    "--to",
+    type=Choice(_TARGETS, fpga="`edgeinfer fpga export SOURCE` writes folders for boards."),
+    required=True,
+    help="Target format.",
+)
+@out_option(OutputName(*_BESIDE, keeps=True), required=True, help="The file or folder to write.")
+@overwrite_option
 @click.option(
     "--type",
     metavar="TYPE",
@@ -56,39 +70,40 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     help="Importance matrix; auto: made first, with --calibration.",
 )
 @click.option("--calibration", type=FileName(), help="Text for --imatrix auto and --type auto.  [default: built in]")
-@click.option("--size", metavar="SIZE", help="--type auto: most bytes of the weights, such as 900MB.")
-@click.option("--fit", metavar="SIZE", help="--type auto: the memory that the model may take when it runs.")
+@click.option("--size", metavar="SIZE", help="Most bytes of the weights, such as 900MB.")
+@click.option("--fit-into", "fit", metavar="SIZE", help="Instead, the memory that the model may use when it runs.")
 @click.option(
     "--cost",
     metavar="verify[:N]",
-    help="--type auto: the pass whose time counts, such as verify:4; verify: as many tokens as drafting verifies here.",
+    help="Also bound the time of an N-token forward pass, such as verify:4; verify: N as drafting verifies here.",
 )
 @click.option(
-    "--draft", type=MayNameFile.but("ngram"), metavar="FILE|ngram", help="Packages: a draft model or n-grams inside."
+    "-md", "--model-draft", "--spec-draft-model", type=FileName(), help="A draft model inside the package, a GGUF file."
 )
+@click.option("--drafter", type=click.Choice(["ngram"]), help="Drafts from n-grams of the text, inside the package.")
 @click.option(
     "-c",
-    "--ctx",
+    "--ctx-size",
     "n_ctx",
     type=click.IntRange(min=1),
-    help="Context size, of packages and onnx, and for --fit.  [default: as trained, at most 4096]",
+    help="Context size, of packages and onnx, and for --fit-into.  [default: as trained, at most 4096]",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and stop.")
 @click.option("--resume", is_flag=True, help="gguf: go on where an export that was stopped ended.")
-@click.option("--check/--no-check", default=True, help="Run what was written against the source.  [default: check]")
+@click.option("--no-check", is_flag=True, help="Do not run what was written against the source.")
 @click.option(
     "--format",
     type=click.Choice(["i2_s", "tq1_0", "tq2_0"]),
     default="i2_s",
     show_default=True,
-    help="ternary: i2_s has one scale per matrix and rounds activations per token; the others one per 256 inputs.",
+    help="i2_s has one scale per matrix and rounds activations per token; the others one per 256 inputs.",
 )
 @click.option(
     "--head",
     type=click.Choice(["keep", "q6_k", "f16"]),
     default="keep",
     show_default=True,
-    help="ternary: type of the output matrix; q6_k takes 40 % of f16.",
+    help="Type of the output matrix; q6_k takes 40 % of f16.",
 )
 @click.option(
     "--target",
@@ -100,47 +115,48 @@ _FIELDS = ("type", "imatrix", "calibration", "draft", "n_ctx", "resume", "check"
     "--draft-vocab",
     type=MayNameFile(lambda text: text.partition(":")[2] or None),
     metavar="N[:FILE]",
-    help="gguf: a draft model, with logits for the N most frequent tokens of a text only.",
+    help="gguf: a draft model with logits for only the N most frequent tokens of FILE, or of a built-in text.",
 )
 @click.option(
     "--operators",
     type=click.Choice(["contrib", "plain"]),
     default="contrib",
     show_default=True,
-    help="onnx: contrib uses ONNX Runtime's operators for quantised products and attention; plain the standard's.",
+    help="contrib uses ONNX Runtime's operators for quantised products and attention; plain the standard's.",
 )
-@click.option("--external-data", is_flag=True, help="onnx: weights in a separate file, as always above 1 GiB.")
-@board_options
+@click.option("--external-data", is_flag=True, help="Weights in a separate file, as always above 1 GiB.")
 @click.pass_context
 def export(
-    context: click.Context, /, source: Path, to: str | None, out: Path | None, dry_run: bool, unpack: bool, **flags: Any
+    context: click.Context, /, source: Path, to: str, out: Path, dry_run: bool, overwrite: bool, **flags: Any
 ) -> None:
     """Convert a model to another format.
 
     SOURCE is a GGUF file or a folder of Hugging Face (config.json, tokenizer.json, .safetensors files). What is planned
-    is printed first; the output is whole or not there. --to ternary and fpga take models with ternary matrices alone.
+    is printed first; the output is written atomically. --to ternary takes models with ternary matrices alone.
     docs/exporting.md describes the targets.
-
-    Without --to, SOURCE is a folder that --to fpga wrote: --check looks for faults in it, --unpack gives its matrices
-    back.
     """
-    if to is None or unpack:
-        run_on_folder(context, source, to, out)
-        return
-    if out is None:
-        raise missing(context, "out")
     _check_options(context, to)
-    request = _request(to, source, out, flags)
+    run_export(to, _request(to, source, out, flags), dry_run, overwrite)
+
+
+def run_export(to: str, request: Request, dry_run: bool, overwrite: bool) -> None:
+    """Plan, write and check; the notes, and what came of it.
+
+    Raises InvalidArgument where something would be replaced without `overwrite`, and what the target raises.
+    """
+    from edgeinfer.exporters.targets import check_places, files_replaced
+
+    check_places(to, request)
+    if not overwrite and not dry_run:
+        check_new(request.out, files_replaced(to, request.out), "--out")
     with ended_by_signals(lambda: _left(to, request)):
         _export(to, request, dry_run)
 
 
 def _export(to: str, request: Request, dry_run: bool) -> None:
-    """Plan, write and check; the notes, and what came of it."""
     from edgeinfer.exporters.manifest import read_records, write_manifest
-    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_places, check_room, open_target
+    from edgeinfer.exporters.targets import TARGETS, check_gguf_files, check_room, open_target
 
-    check_places(to, request)
     check_gguf_files(to, request)
     target = open_target(to)
     with warnings_as_notes():
@@ -179,14 +195,18 @@ def _check_options(context: click.Context, to: str) -> None:
     from edgeinfer.common.errors import InvalidArgument
 
     for option in context.command.params:
-        wanted = _ONLY_FOR.get(option.name or "", (to,))
-        if to not in wanted and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
-            names = " or ".join((", ".join(wanted[:-1]), wanted[-1]) if len(wanted) > 1 else wanted)
-            raise InvalidArgument(f"{option.opts[-1]} goes with --to {names}, not with --to {to}")
+        targets = _ONLY_FOR.get(option.name or "", (to,))
+        if to not in targets and context.get_parameter_source(option.name or "") == ParameterSource.COMMANDLINE:
+            names = " or ".join((", ".join(targets[:-1]), targets[-1]) if len(targets) > 1 else targets)
+            raise InvalidArgument(f"{long_name(option)} goes with --to {names}, not with --to {to}")
     _check_measured(context.params)
     given = context.params
     if to == "gguf" and given["n_ctx"] is not None and given["fit"] is None:
-        raise InvalidArgument("--ctx goes with --to gguf only for --fit: a GGUF file has no context size of its own")
+        raise InvalidArgument(
+            "--ctx-size goes with --to gguf only for --fit-into: a GGUF file has no context size of its own"
+        )
+    if given["model_draft"] is not None and given["drafter"] is not None:
+        raise InvalidArgument("-md and --drafter both say what drafts in the package: leave one out")
 
 
 def _check_measured(given: dict[str, Any]) -> None:
@@ -196,11 +216,12 @@ def _check_measured(given: dict[str, Any]) -> None:
     is_auto = (given["type"] or "").lower() == "auto"
     for name in ("size", "fit", "cost"):
         if given[name] is not None and not is_auto:
-            raise InvalidArgument(f"--{name} goes with --type auto, not with --type {given['type'] or '(none)'}")
+            flag = "--fit-into" if name == "fit" else f"--{name}"
+            raise InvalidArgument(f"{flag} goes with --type auto, not with --type {given['type'] or '(none)'}")
     if given["size"] is not None and given["fit"] is not None:
-        raise InvalidArgument("--size and --fit both say how large the weights may be: give one of them")
+        raise InvalidArgument("--size and --fit-into both say how large the weights may be: give one of them")
     if is_auto and given["size"] is None and given["fit"] is None and given["model"] is None:
-        raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit")
+        raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit-into")
     if given["imatrix"] is not None and given["type"] is None:
         raise InvalidArgument("--imatrix goes with --type: without one no tensor is quantised")
     if given["calibration"] is not None and given["imatrix"] != "auto" and not is_auto:
@@ -214,9 +235,8 @@ def _check_measured(given: dict[str, Any]) -> None:
 def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request:
     """The request of a command line. Raises InvalidArgument."""
     from edgeinfer.exporters.request import Request
-    from edgeinfer.library.names import find_model
 
-    rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, "size", "fit") and value is not None}
+    rest = {name: value for name, value in flags.items() if name not in (*_FIELDS, *_OTHERS) and value is not None}
     more = {name: value for name, value in rest.items() if to in _ONLY_FOR.get(name, (to,))}
     if "draft_vocab" in more:
         more["draft_vocab"], _, text = more["draft_vocab"].partition(":")
@@ -224,9 +244,8 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
     fields = {name: flags[name] for name in _FIELDS}
     if flags["imatrix"] not in (None, "auto"):
         fields["imatrix"] = FileName().convert(flags["imatrix"], None, None)
-    if flags["draft"] not in (None, "ngram"):
-        fields["draft"] = find_model(flags["draft"], "--draft")
-    fit = _bytes(flags["fit"], "--fit")
+    fields |= {"draft": flags["model_draft"] or flags["drafter"], "check": not flags["no_check"]}
+    fit = _bytes(flags["fit"], "--fit-into")
     size = _bytes(flags["size"], "--size") if fit is None else _size_that_fits(source, fit, flags["n_ctx"])
     return Request(source, out, size=size, fit=fit, more=more, **fields)
 

@@ -11,6 +11,7 @@ from edgeinfer.cli.answering import finish_one_shot, write_answer
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
+    backend_option,
     escaped_text,
     json_option,
     max_tokens,
@@ -32,6 +33,7 @@ from edgeinfer.common.user_text import decoded
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
+@backend_option
 @click.option("-p", "--prompt", callback=escaped_text, help="The text to complete, same as TEXT.")
 @click.option(
     *("-f", "--file"),

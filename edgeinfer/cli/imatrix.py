@@ -7,16 +7,24 @@ from pathlib import Path
 import click
 
 from edgeinfer.cli.model_names import ModelCommand
-from edgeinfer.cli.options import FileName, OutputName, threads_option, warnings_as_notes
+from edgeinfer.cli.options import (
+    FileName,
+    OutputName,
+    out_option,
+    overwrite_option,
+    threads_option,
+    warnings_as_notes,
+)
 from edgeinfer.cli.terminal import ProgressBar, note
 
 
 @click.command(cls=ModelCommand, model="model", may_be_folder=True)
 @click.argument("model", type=FileName())
 @click.option("--calibration", type=FileName(), help="Text to run.  [default: the model's answers to built-in prompts]")
-@click.option("-o", "--out", type=OutputName(), required=True, help="The file to write.")
+@out_option(OutputName(keeps=True), required=True, help="The file to write.")
+@overwrite_option
 @threads_option
-def imatrix(model: Path, calibration: Path | None, out: Path, n_threads: int | None) -> None:
+def imatrix(model: Path, calibration: Path | None, out: Path, overwrite: bool, n_threads: int | None) -> None:
     """Compute the importance matrix of a model.
 
     MODEL, a GGUF file or a folder of Hugging Face, runs a text, and the squares of what each matrix reads are summed by

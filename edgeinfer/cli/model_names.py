@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -14,9 +14,14 @@ from click.core import ParameterSource
 from edgeinfer.cli.options import warnings_as_notes
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ReportLines, note
-from edgeinfer.common.errors import ModelNotFound
+from edgeinfer.common.errors import InvalidArgument, ModelNotFound
+from edgeinfer.common.settings import variable_of
 
-_HF_REPO = "Model of Hugging Face, downloaded where its cache lacks it.  [default of QUANT: Q4_K_M, or the first file]"
+if TYPE_CHECKING:
+    from edgeinfer.engine import Engine
+
+_WORD = re.compile(r"[a-z0-9.]+")  # of a model's name
+_HF_REPO = "Model of Hugging Face, downloaded once.  [default of QUANT: Q4_K_M, or the first file]"
 
 
 class ModelCommand(Command):
@@ -57,7 +62,10 @@ class ModelCommand(Command):
             what = "Draft model of Hugging Face, as for -hf."
             place = self.params.index(self._parameter(draft)) + 1
             repo = _option(
-                *("-hfd", "-hfrd", "--hf-repo-draft"), metavar="USER/REPO[:QUANT]", help=what, variable=has_variable
+                *("-hfd", "-hfrd", "--hf-repo-draft", "--spec-draft-hf"),
+                metavar="USER/REPO[:QUANT]",
+                help=what,
+                variable=has_variable,
             )
             self.params.insert(place, repo)
 
@@ -116,38 +124,74 @@ def find_models(
 ) -> dict[str, Any]:
     """The flags of a ModelCommand with a file in the place of each name. Downloads what -hf and -hfd ask for.
 
-    The name of a draft model that nothing has stays as it is. Raises what `find_model` and `fetch` raise.
+    Raises what `find_model` and `fetch` raise, and ModelNotFound where there is no file of a draft model.
     """
     found = dict(flags)
     with warnings_as_notes():
         if flags["hf_repo"] is not None:
             found[model] = _fetched(flags["hf_repo"], "-hf", flags["hf_file"])
         elif flags[model] is not None:
-            found[model] = _found(flags[model], may_be_folder)
+            found[model] = _found(flags, model, may_be_folder)
         for name in others:
             if flags[name] is not None:
-                found[name] = _found(flags[name], may_be_folder)
+                found[name] = _found(flags, name, may_be_folder)
         if flags.get("hf_repo_draft") is not None:
             found[str(draft)] = _fetched(flags["hf_repo_draft"], "-hfd")
         elif draft is not None and flags[draft] is not None:
-            with suppress(ModelNotFound):  # who drafts says so
-                found[draft] = _found(flags[draft])
+            found[draft] = _found(flags, draft, may_be_folder and flags[draft].is_dir(), must_be_there=True)
     return found
 
 
+def shown_name(flags: Mapping[str, Any], engine: Engine) -> str:
+    """What a chat calls its model: as it was named, and as the file calls itself where that tells something else."""
+    if flags["hf_repo"] is not None:
+        name = str(flags["hf_repo"])
+    else:
+        name = engine.path.stem if flags["model"] is None else flags["model"].name or str(flags["model"])
+    words, itself = (_WORD.findall(each.lower().removesuffix(".gguf")) for each in (name, engine.name))
+    return name if not itself or itself[0] in words else f"{name} ({engine.name})"
+
+
 def _option(*names: str, variable: bool, **settings: Any) -> click.Option:
-    flag = names[-1]
+    flag = next(name for name in names if name.startswith("--"))
     if variable:
-        settings |= {"envvar": f"EDGEINFER{flag[1:].replace('-', '_').upper()}", "show_envvar": True}
-    return click.Option(names, **settings)
+        settings |= {"envvar": variable_of(flag), "show_envvar": True}
+    return click.Option([*names, flag[2:].replace("-", "_")], **settings)
 
 
-def _found(name: Path, may_be_folder: bool = False) -> Path:
-    """The file of a name that is no flag of the hub's."""
+def _found(flags: Mapping[str, Any], name: str, may_be_folder: bool = False, must_be_there: bool = False) -> Path:
+    """The file that an option names. An error names the variable that it is from."""
     from edgeinfer.library.names import find_model
 
-    with _DownloadLines() as lines:
-        return find_model(name, "the model", lines, may_be_folder=may_be_folder)
+    variable = _variable_of(flags, name)
+    try:
+        with _DownloadLines() as lines:
+            path = find_model(flags[name], "the model", lines, may_be_folder=may_be_folder)
+        if (must_be_there or variable is not None) and not (may_be_folder and path.is_dir()):
+            _check_there(path)
+    except (ModelNotFound, InvalidArgument) as error:
+        if variable is None:
+            raise
+        raise type(error)(f"{variable}: {error}") from None
+    return path
+
+
+def _check_there(path: Path) -> None:
+    """Raises ModelNotFound, which says why, where there is no file of that name."""
+    if not path.is_file():
+        from edgeinfer.models.gguf import ModelFile
+
+        ModelFile.open(path).close()
+
+
+def _variable_of(flags: Mapping[str, Any], name: str) -> str | None:
+    """The variable that gave an option its value, None where something else did."""
+    context = click.get_current_context(silent=True)
+    if context is None or context.params.get(name) is not flags[name]:  # as after /model
+        return None
+    if context.get_parameter_source(name) != ParameterSource.ENVIRONMENT:
+        return None
+    return next(str(each.envvar) for each in context.command.params if each.name == name)
 
 
 def _fetched(repo: str, flag: str, file: str | None = None) -> Path:

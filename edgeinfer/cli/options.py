@@ -7,7 +7,7 @@ import re
 import stat
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
@@ -28,10 +28,14 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _Texts = TypeVar("_Texts", str, "tuple[str, ...]", None)
+_DRAFTERS = ("auto", "none", "suffix", "recycling")
+_SIMULATED = "fpga-sim"  # for boards, and so for `edgeinfer fpga simulate` alone
+_BACKENDS = tuple(name for name in get_args(BackendName) if name != _SIMULATED)
+_CACHE_TYPES = ("f16", "q8_0")  # of CacheType those that llama.cpp has, too
 
 
 class FileName(click.Path):
-    """The type of options that name files: a Path, with ~ and ~user resolved, as no shell does behind `--out=`."""
+    """The type of options that name files: a Path, with ~ and ~user resolved, as no shell does after `--out=`."""
 
     def __init__(self, **checks: Any) -> None:
         super().__init__(path_type=Path, **checks)
@@ -46,11 +50,14 @@ class FileName(click.Path):
 
 
 class OutputName(FileName):
-    """The type of options that name what is written.  beside: endings of further files that are written with it."""
+    """The type of options that name what is written.
 
-    def __init__(self, *beside: str, **checks: Any) -> None:
+    beside: endings of further files that are written with it.  keeps: what is there is replaced with --overwrite only.
+    """
+
+    def __init__(self, *beside: str, keeps: bool = False, **checks: Any) -> None:
         super().__init__(**checks)
-        self.beside = beside
+        self.beside, self.keeps = beside, keeps
 
 
 class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
@@ -67,7 +74,56 @@ class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # g
         return cls(lambda text: None if text in words else text)
 
 
-DRAFTER = MayNameFile.but("auto", "none", "suffix", "recycling")  # of --draft
+class Choice(click.Choice):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.2
+    """A choice of words.  elsewhere: of further words, what to do instead, a sentence."""
+
+    def __init__(self, choices: Sequence[str], **elsewhere: str) -> None:
+        super().__init__(choices)
+        self._elsewhere = elsewhere
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The word; a usage error where it is none of them."""
+        if (hint := self._elsewhere.get(str(value))) is not None:
+            self.fail(hint, param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class _DrafterName(click.Choice):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.2
+    """The type of --drafter: a word; files are named with -md."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The word; a usage error where it is none of them."""
+        if value not in self.choices:
+            self.fail(
+                f"{value!r} is not {', '.join(self.choices[:-1])} or {self.choices[-1]}; -md names a file", param, ctx
+            )
+        return value
+
+
+class _DraftMax(click.IntRange):
+    """The type of --draft-max, one spelling of which named drafters once."""
+
+    name = "integer range"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; a usage error where it is none."""
+        if isinstance(value, str) and not value.lstrip("+-").isdigit():
+            self.fail(
+                f"{value!r} is no number of draft tokens. --drafter NAME chooses what drafts, -md FILE a draft model.",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
+def long_name(option: click.Parameter) -> str:
+    """The first name of an option with two dashes, for messages."""
+    return next((name for name in option.opts if name.startswith("--")), option.opts[0])
+
+
+def out_option(type: OutputName, **settings: Any) -> Callable[[Command], Command]:
+    """-o, which names what a command writes."""
+    return click.option(*("-o", "--out", "--output", "--output-file", "out"), type=type, **settings)
 
 
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
@@ -107,8 +163,7 @@ escape_option = click.option(
     is_eager=True,  # the callbacks of others look at it
     envvar="EDGEINFER_ESCAPE",
     show_envvar=True,
-    help=r"Read \n, \t, \r, \", \', \\ and \xHH in TEXT and in flags that are texts; never in files and input."
-    "  [default: escape]",
+    help=r"Read \n, \t, \r, \", \', \\ and \xHH in TEXT and in options that are texts.  [default: escape]",
 )
 stop_option = click.option(
     "--stop", multiple=True, callback=escaped_text, help=r'End before this text, such as "\n\n"; may be repeated.'
@@ -126,18 +181,59 @@ def load_option(field: str, **settings: Any) -> Callable[[Command], Command]:
 def load_keywords(flags: dict[str, Any]) -> LoadKeywords:
     """What the flags say about loading: what is None is not said."""
     given = {name: flags[name] for name in options_of(LoadOptions) if flags.get(name) is not None}
+    given |= {} if (cache_type := _cache_type_of(flags)) is None else {"cache_type": cache_type}
     return cast("LoadKeywords", given | {"draft": draft_of(flags)})
 
 
+def _cache_type_of(flags: dict[str, Any]) -> str | None:
+    """What --cache-type, -ctk and -ctv mean together. Raises click.UsageError where they are two types."""
+    both, keys, values = (flags[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
+    if keys is None and values is None:
+        return None if both is None else str(both)
+    found = {keys or both or "f16", values or both or "f16"} | ({both} if both else set())
+    if len(found) > 1:
+        named = {"--cache-type": both, "-ctk": keys or "f16 (default)", "-ctv": values or "f16 (default)"}
+        told = ", ".join(f"{flag} {type}" for flag, type in named.items() if type)
+        raise click.UsageError(f"keys and values of the KV cache have one type here: found {told}; give --cache-type")
+    return str(found.pop())
+
+
+def context_option(default: int) -> Callable[[Command], Command]:
+    """-c of a command whose model answers prompts."""
+    return click.option(
+        *("-c", "--ctx-size", "--context", "context"),
+        type=click.IntRange(32),
+        default=default,
+        show_default=True,
+        help="Tokens of prompt and answer.",
+    )
+
+
+max_tokens_option = click.option(
+    *("-n", "--max-tokens", "--predict", "--n-predict", "max_tokens"),
+    type=click.IntRange(2),
+    default=256,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
 threads_option = load_option("n_threads", type=click.IntRange(1))
 budget_option = load_option("budget")
-draft_option = load_option("draft", type=DRAFTER)
+draft_option = load_option("draft", type=_DrafterName(_DRAFTERS))
 model_draft_option = variable_option(
-    "-md", "--model-draft", type=FileName(), help="GGUF file of a draft model or a draft head."
+    *("-md", "--model-draft", "--spec-draft-model"),
+    type=FileName(),
+    help="GGUF file, or a name of `edgeinfer models`, of a draft model or a draft head.",
 )
 _PLAN_OPTIONS = (  # which `profile` has too
     load_option("n_ctx", type=click.IntRange(1)),
-    load_option("cache_type", type=click.Choice(get_args(CacheType))),
+    load_option("cache_type", type=click.Choice(get_args(CacheType)), default=None, show_default=False),
+    click.option(
+        "-ctk", "--cache-type-k", type=click.Choice(_CACHE_TYPES), help="As --cache-type, with the same -ctv."
+    ),
+    click.option(
+        "-ctv", "--cache-type-v", type=click.Choice(_CACHE_TYPES), help="As --cache-type, with the same -ctk."
+    ),
+    load_option("n_batch", type=click.IntRange(1)),
 )
 _MODEL_OPTIONS = (
     variable_option(
@@ -157,9 +253,10 @@ _MODEL_OPTIONS = (
     model_draft_option,
     draft_option,
     load_option("draft_device"),
-    load_option("draft_max", type=click.IntRange(0)),
-    load_option("backend", type=click.Choice(get_args(BackendName))),
-    load_option("fpga_folder", type=FileName()),
+    load_option("draft_max", type=_DraftMax(0)),
+)
+backend_option = load_option(
+    "backend", type=Choice(_BACKENDS, **{_SIMULATED: "`edgeinfer fpga simulate` runs a model on this backend."})
 )
 # The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
 _SAMPLING_OPTIONS = (
@@ -167,12 +264,14 @@ _SAMPLING_OPTIONS = (
     variable_option(
         "-n",
         "--predict",
+        "--n-predict",
         type=click.IntRange(-1),
         default=-1,
         help="Most tokens to generate, -1: no limit.  [default: -1]",
     ),
     variable_option(
         "--temp",
+        "--temperature",
         "temperature",
         type=click.FloatRange(0),
         help="Temperature; 0 takes the most likely token.  [default: the model's, or 0.8]",
@@ -243,13 +342,14 @@ _SAMPLING_NAMES = (
 )
 # What /set changes in a chat, by the names that the flags have for a command.
 SETTINGS = ("predict", "stop", *_SAMPLING_NAMES, "dry_sequence_breakers", "logit_bias")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the output, if there is one.")
 quiet_option = variable_option("-q", "--quiet", is_flag=True, help="Show no greeting and no figures.")
 text_argument = click.argument("texts", metavar="[TEXT]", nargs=-1, callback=escaped_text)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 
 
 def model_options(command: Command) -> Command:
-    """Adds -m -c --cache-type --ternary-bits --expert-cache -t -md --draft ... --backend; see open_engine."""
+    """Adds -m -c --cache-type --ternary-bits --expert-cache -t -md --drafter ...; see open_engine."""
     return _with(command, _MODEL_OPTIONS)
 
 
@@ -287,14 +387,14 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
-    """What -md and --draft mean together. Raises click.UsageError where they exclude each other."""
+    """What -md and --drafter mean together. Raises click.UsageError where they exclude each other."""
     from edgeinfer.speculation.draft_names import MODEL_FREE
 
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
         return str(draft)
     if draft == "none":
-        raise click.UsageError("-md names a model to draft with, and --draft none forbids to: leave one out")
+        raise click.UsageError("-md names a model to draft with, and --drafter none forbids to: leave one out")
     file = str(model)
     if file in ("auto", "none", *MODEL_FREE):
         file = os.path.join(".", file)  # a file always, also one that is called as a drafter is

@@ -7,14 +7,14 @@ compares all of them, as files and not as names, before a command begins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from edgeinfer.cli.options import FileName, MayNameFile, OutputName
+from edgeinfer.cli.options import FileName, MayNameFile, OutputName, long_name
 from edgeinfer.common.errors import InvalidArgument, ModelNotFound
 from edgeinfer.common.files import check_kept, files_read_in
 
@@ -23,19 +23,35 @@ _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def check_outputs(context: click.Context) -> None:
-    """Raises InvalidArgument where a command would write what it reads, or one file twice. Changes nothing."""
+    """Raises InvalidArgument where a command would write what it reads, one file twice, or what is to be kept.
+
+    Changes nothing.
+    """
     written: dict[str, Path] = {}
+    replaces = context.params.get("overwrite", True) or context.params.get("dry_run", False)
     for option in context.command.params:
         out = context.params.get(option.name or "")
         if not isinstance(option.type, OutputName) or not isinstance(out, Path):
             continue
-        flag = max(option.opts, key=len)
+        flag = long_name(option)
         for other, place in written.items():
             if place.resolve() == out.resolve():
                 raise InvalidArgument(f"{other} and {flag} both name {out}: one would overwrite the other")
         written[flag] = out
         with_it = [out, *(out.with_name(out.name + ending) for ending in option.type.beside if out.name)]
         check_kept(out, with_it, _read(context), flag)
+    for option in context.command.params:
+        out = context.params.get(option.name or "")
+        if isinstance(option.type, OutputName) and option.type.keeps and isinstance(out, Path) and not replaces:
+            check_new(out, [out] if out.is_file() else [], long_name(option))
+
+
+def check_new(out: Path, replaced: Collection[Path], flag: str) -> None:
+    """Raises InvalidArgument where writing would replace something.  flag: the option that names out."""
+    if replaced:
+        raise InvalidArgument(
+            f"{out} is there already: name another output with {flag}, or replace it with --overwrite"
+        )
 
 
 def _read(context: click.Context) -> Iterator[Path]:

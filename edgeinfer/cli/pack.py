@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     show_default=True,
     help="Bits per weight of a ternary model; auto: the faster one here.",
 )
-@click.option("--verify", is_flag=True, help="Write nothing: compare all bytes of MODEL and MODEL.packed.")
-def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool) -> None:
+@click.option("--compare", is_flag=True, help="Write nothing: compare all bytes of MODEL and MODEL.packed.")
+def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], compare: bool) -> None:
     """Pack a model to load in milliseconds.
 
     Writes MODEL.packed beside MODEL. Loading MODEL then maps this file, and processes that use the model share its
@@ -40,7 +40,7 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool)
 
     with warnings_as_notes(), ModelFile.open(model) as file, ProgressBar("packing") as bar:
         target = packed_path(file.paths[0])
-        if verify:
+        if compare:
             verify_packed(target, file)
             note(f"{target}: as it was packed from {file.path}")
             return

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgeinfer.cli.board import board_options, check_board_options, profile_board
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
@@ -25,7 +24,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.plotting import check_plot
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import show, visible
-from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded
 
 if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
@@ -40,42 +39,37 @@ if TYPE_CHECKING:
 @draft_option
 @model_draft_option
 @threads_option
-@load_option("backend", type=click.Choice(["auto", "native", "llama.cpp"]), help=None)
+@load_option("backend", type=click.Choice(["auto", "native", "llama.cpp"]), help="What the plan is for.")
 @click.option(
-    "--prompt",
-    "prompt_tokens",
+    "--prompt-tokens",
     type=click.IntRange(1),
     default=512,
     show_default=True,
-    metavar="TOKENS",
-    help="Length of the prompt whose first token is waited for.",
+    metavar="N",
+    help="Length of the prompt, for the time to first token.",
 )
 @click.option("--memory", metavar="SIZE", help="Memory of the machine: 4GiB.  [default: what is free here]")
 @click.option("--bandwidth", metavar="RATE", help="Memory bandwidth of another machine: 50GB/s.")
 @click.option("--compute", metavar="RATE", help="8-bit multiply-adds a second of another machine: 300G.")
 @click.option("--disk", metavar="RATE", help="Bytes a second of another disk: 1GB/s.")
-@click.option("--fit", metavar="SIZE", help="List the settings that fit into so much memory, best first.")
+@click.option("--fit-into", "fit", metavar="SIZE", help="List the settings that fit into this much memory, best first.")
 @click.option("--plot", type=OutputName(), help="Plot memory over context and speed over memory to a PNG file.")
-@click.option("--verify", "check", is_flag=True, help="Load it in a process of its own, fill the context, and compare.")
-@board_options
+@click.option(
+    "--measure",
+    "check",
+    is_flag=True,
+    help="Load it in a process of its own, fill the context, and compare with the plan.",
+)
 @json_option
-@click.pass_context
-def profile(
-    context: click.Context, /, model: Path | None, plot: Path | None, board: str | None, as_json: bool, **flags: Any
-) -> None:
+def profile(model: Path | None, plot: Path | None, as_json: bool, **flags: Any) -> None:
     """Plan the memory and the speed of a model.
 
     Reads the header of the file alone, so a model need not fit here. Without MODEL it is the default model. What the
-    machine can do is measured once and kept. All figures are planned or expected, but those of --verify.
+    machine can do is measured once and kept. All figures are planned or expected, but those of --measure.
     """
     from edgeinfer.cli.profile_text import profile_lines
 
     check_stdout()
-    check_board_options(context, board)
-    if board is not None:
-        if model is None:
-            raise InvalidArgument("--board needs MODEL, a GGUF file: the default model is not ternary")
-        return profile_board(model, board, flags, as_json)
     check_plot(plot)
     found = _run(model, flags)
     if plot is not None:
@@ -119,5 +113,5 @@ def _check_budget(found: Profile, memory: str | None) -> None:
         peak, budget = human_bytes(found.ledger.peak), human_bytes(found.budget)
         raise BudgetExceeded(
             f"{found.path} needs {peak} at n_ctx {found.settings.n_ctx}, the machine has {budget}: "
-            f"--fit {memory} lists what fits"
+            f"--fit-into {memory} lists what fits"
         )

@@ -63,7 +63,7 @@ def _draw_memory(found: Profile, axes: Any) -> None:
     axes.stackplot(x, *map(curve, sizes.values()), labels=list(sizes), colors=colors, linewidth=0)
     if any(row.ledger.loading for row in found.contexts):
         axes.plot(x, curve(peaks), color="black", linewidth=0.8, linestyle=":", label="peak while loading")
-    for budget, title in ((found.fit_budget, "--fit"), (found.budget, "memory")):
+    for budget, title in ((found.fit_budget, "--fit-into"), (found.budget, "memory")):
         if budget is not None and budget <= 1.5 * max(peaks):
             axes.axhline(budget / unit, color=_BUDGET, linewidth=1.2, linestyle="--")
             label = f"{title}: {budget / unit:.3g} {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
 from edgeinfer.memory.budget import Ledger
@@ -10,6 +11,7 @@ from edgeinfer.profiler.fit import BEST, Fitted
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.report import AtCache, AtContext, Profile
 from edgeinfer.profiler.speed import Speed
+from edgeinfer.speculation.draft_names import FREE_DRAFTERS
 
 _ORIGINS = {
     "calibrated": "passes of this model, timed here when it last drafted",
@@ -23,6 +25,7 @@ _HIT_ORIGINS = {
     "traces": "from recorded routing of other models",
 }
 _MOST_FITTING = 16  # rows
+_DRAFTER_NAMES = ("auto", "none", *FREE_DRAFTERS)
 
 
 def profile_lines(found: Profile) -> Iterator[str]:
@@ -36,7 +39,7 @@ def profile_lines(found: Profile) -> Iterator[str]:
     yield from _table(
         ["n_ctx", "memory", "KV cache", "tokens/s, full", "whole prompt"], map(_context_row, found.contexts)
     )
-    yield "Memory is planned, speed expected: behind a full context, and for a prompt as long as the context."
+    yield "Memory is planned; speeds are expected: decoding after a full context, and a prompt as long as the context."
     if found.caches:
         yield ""
         yield from _cache_lines(found.caches)
@@ -93,10 +96,10 @@ def _speed_lines(found: Profile) -> Iterator[str]:
         yield "  (scaled to that machine; what was not given is taken to be as here)"
     if passes.is_disturbed or found.machine.is_disturbed:
         yield "  (other processes had the cores meanwhile: it is faster than this; it was not kept)"
-    yield f"  tokens a second          {speed.tokens_per_second:.3g} without drafts"
+    yield f"  decoding                 {speed.tokens_per_second:.3g} tokens/s without drafts"
     yield from _drafted_line(found, speed)
     first = _seconds(speed.first_token_seconds)
-    yield f"  first token              {first} behind a prompt of {speed.prompt_tokens} tokens"
+    yield f"  time to first token      {first}, {speed.prompt_tokens}-token prompt"
     rate = found.speeds.work.n_bytes / passes.seconds(1, 0) / 1e9
     yield f"  weights are read at      {rate:.1f} GB/s, {_size(found.speeds.work.n_bytes)} for a token"
     costs = ", ".join(f"{n}: {cost:.2f}" for n, cost in found.costs.items())
@@ -106,15 +109,16 @@ def _speed_lines(found: Profile) -> Iterator[str]:
 def _drafted_line(found: Profile, speed: Speed) -> Iterator[str]:
     drafted, names = speed.drafted, ", ".join(found.planned.drafters.names)
     if drafted is not None:
-        share = f"{100 * drafted.acceptance_rate:.0f} % of draft tokens are accepted"
-        origin = "as the head's file says" if drafted.origin == "head" else "assumed"
+        rate = f"{100 * drafted.acceptance_rate:.0f} %"
+        origin = "as the head's file says" if drafted.origin == "head" else "an assumption"
         if drafted.n_draft:
-            yield f"                           {drafted.tokens_per_second:.3g} with drafts, if {share} ({origin})"
-            yield f"                           and a step makes {drafted.tokens_per_step:.1f} tokens"
+            speed_with = f"{drafted.tokens_per_second:.3g} tokens/s with drafts, {drafted.tokens_per_step:.1f} per step"
+            yield f"                           {speed_with}"
+            yield f"                           (acceptance rate {rate}, {origin})"
         else:
-            yield f"                           drafts do not pay where {share} ({origin})"
+            yield f"                           no faster with drafts (acceptance rate {rate}, {origin})"
     elif names:
-        yield f"                           faster with drafts ({names}) where a text repeats itself"
+        yield f"                           more with drafts ({names}), in text that repeats itself"
 
 
 def _context_row(row: AtContext) -> list[str]:
@@ -140,12 +144,36 @@ def _fit_lines(found: Profile) -> Iterator[str]:
     if not fit:
         yield f"Nothing fits into {budget}."
         return
+    if len(fit) == 1:
+        yield f"Only this fits into {budget}: {_as_flags(fit[0])}"
+        yield f"It takes {_size(fit[0].peak)}; {fit[0].expected:.3g} tokens/s are expected."
+        return
     yield f"What fits into {budget}, best first: {BEST}."
     is_of_experts = any(row.settings.expert_cache is not None for row in fit)
-    names = ["-c", "cache", "draft", "n_batch", *(["expert cache"] if is_of_experts else []), "memory", "tokens/s", ""]
+    names = [
+        "-c",
+        "cache type",
+        "drafts",
+        "-ub",
+        *(["expert cache"] if is_of_experts else []),
+        "memory",
+        "tokens/s",
+        "",
+    ]
     yield from _table(names, (_fit_row(row, is_of_experts) for row in fit[:_MOST_FITTING]))
     if len(fit) > _MOST_FITTING:
         yield f"{len(fit) - _MOST_FITTING} more are in --json."
+
+
+def _as_flags(row: Fitted) -> str:
+    """Settings as `edgeinfer chat` takes them."""
+    settings = row.settings
+    named = [settings.draft] if isinstance(settings.draft, str) else settings.draft
+    flags = [f"-c {settings.n_ctx}", f"--cache-type {settings.cache_type}", f"-ub {settings.n_batch}"]
+    flags += [f"--drafter {name}" if name in _DRAFTER_NAMES else f"-md {shlex.quote(name)}" for name in named]
+    if settings.expert_cache is not None:
+        flags.append(f"--expert-cache {settings.expert_cache}")
+    return " ".join(flags) + ("; it changes the text" if row.changes_text else "")
 
 
 def _fit_row(row: Fitted, is_of_experts: bool) -> list[str]:

@@ -15,12 +15,21 @@ import click
 from edgeinfer.cli.answering import note_calls, short_figures, stats_lines, write_answer
 from edgeinfer.cli.line_editor import line_editor, unquoted
 from edgeinfer.cli.markdown import answer_writer
+from edgeinfer.cli.model_names import shown_name
 from edgeinfer.cli.options import open_engine, warnings_as_notes
 from edgeinfer.cli.sessions import Session, session_lines
 from edgeinfer.cli.settings import Settings
 from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason
 from edgeinfer.cli.thinking import Thinking
-from edgeinfer.common.errors import BackendLost, BudgetExceeded, ContextOverflow, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import (
+    BackendLost,
+    BudgetExceeded,
+    ContextOverflow,
+    EdgeInferError,
+    InvalidArgument,
+    ModelNotFound,
+)
+from edgeinfer.library.references import PREFIX
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer
@@ -100,7 +109,8 @@ class Repl:
 
     def _greet(self) -> None:
         engine = self.engine
-        note(f"{engine.name} | {engine.backend}, {engine.device.n_threads} threads, context {engine.n_ctx}")
+        name = shown_name(self._flags, engine)
+        note(f"{name} | {engine.backend}, {engine.device.n_threads} threads, context {engine.n_ctx}")
 
     def run(self) -> None:
         """Talk until the person leaves."""
@@ -260,7 +270,7 @@ class Repl:
 
     def _model(self, argument: str) -> None:
         if not argument:
-            note(f"{self.engine.name} ({self.engine.path})")
+            note(f"{shown_name(self._flags, self.engine)} ({self.engine.path})")
             return
         option = next(option for option in self._context.command.params if option.name == "model")
         name = option.process_value(self._context, argument)
@@ -270,6 +280,8 @@ class Repl:
         except BudgetExceeded:
             note("there is no room for two models: the one in use is unloaded first")
             self._change_engine_in_place(flags)
+        except (ModelNotFound, InvalidArgument) as error:  # which tell of the flag
+            raise type(error)(str(error).replace("-hf ", f"/model {PREFIX}")) from None
         self._flags = flags
         self._greet()
 

@@ -46,7 +46,7 @@ class Settings:
     def set(self, argument: str) -> str:
         """Set what "NAME VALUE" says, or "NAME default"; gives the name of the flag.
 
-        Raises InvalidArgument, click.UsageError, which say what is wanted.
+        Raises InvalidArgument, click.UsageError, which say what is needed.
         """
         name, *values = _words(argument)
         option = self._option(name)
@@ -87,14 +87,14 @@ class Settings:
         return str(getattr(params, str(option.name)))
 
     def _option(self, name: str) -> click.Option:
-        wanted = name.lstrip("-").replace("_", "-")
-        wanted = _OTHER_NAMES.get(wanted, wanted)
+        asked = name.lstrip("-").replace("_", "-")
+        asked = _OTHER_NAMES.get(asked, asked)
         for option in self._options:
             names = {flag.lstrip("-") for flag in option.opts} | {str(option.name).replace("_", "-")}
-            if wanted in names and isinstance(option, click.Option):
+            if asked in names and isinstance(option, click.Option):
                 return option
         flags = [_flag(option) for option in self._options]
-        near = difflib.get_close_matches(wanted, flags, n=1)
+        near = difflib.get_close_matches(asked, flags, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(flags)}"
         raise InvalidArgument(f"there is no setting {name:.40}: {hint}")
 

@@ -78,7 +78,24 @@ def lost_result(error: OSError) -> EdgeInferError:
 
 
 class Command(click.Command):
-    """A command whose help text counts as a result too, and that writes nothing of what it reads."""
+    """A command whose help is in groups and counts as a result too, and that writes nothing of what it reads."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options in groups."""
+        from edgeinfer.cli.help import write_options
+
+        write_options(self, ctx, formatter)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click's. Raises click.UsageError for names of options and variables that there were once."""
+        from edgeinfer.cli.renamed import check_variables, explained
+
+        check_variables(self, os.environ)
+        given = list(args)  # which click takes apart
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            raise explained(error, given) from None
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
         """As click's, which writes the help where that is asked for."""
@@ -102,7 +119,7 @@ def give_up_failed() -> None:
         try:
             stream.flush()
         except (OSError, ValueError):
-            with suppress(OSError, ValueError, AttributeError):  # no file behind it
+            with suppress(OSError, ValueError, AttributeError):  # it is no file
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, stream.fileno())
                 os.close(null)

@@ -31,7 +31,7 @@ _VISIBLE = (
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Columns of the terminal behind a stream; 80 where that is not known."""
+    """Columns of the terminal that a stream is; 80 where that is not known."""
     with suppress(OSError, ValueError, AttributeError):
         if (columns := os.get_terminal_size(stream.fileno()).columns) > 0:
             return columns

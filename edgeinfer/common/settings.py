@@ -90,15 +90,19 @@ class PlanOptions:
 
     n_batch: int = option(
         512,
+        "-ub",
+        "--ubatch-size",
         check=integer(1, MAX_INT32),
+        metavar="N",
+        help="Prompt tokens in one forward pass. Fewer use less memory and are slower.",
         text="prompt tokens in one forward pass. It changes memory and speed, and the text with llama.cpp only.",
     )
     cache_type: CacheType = option(
         "f16",
         "--cache-type",
         check=one_of(*get_args(CacheType)),
-        help="Type of the KV cache. Others than f16 change the text: q8_0 takes 56 % of f16; k6v4, keys of 6 bits and "
-        "values of 4, 33 %, with a measurable loss (docs/memory.md).",
+        help="Type of the KV cache, keys and values. q8_0 takes 56 % of f16 and k6v4 33 %; both change the text.  "
+        "[default: f16]",
         text='type of the numbers in the KV cache. Others than "f16" change the text: "q8_0" takes 56 % of its bytes, '
         '"k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has '
         "measured.",

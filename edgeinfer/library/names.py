@@ -12,11 +12,10 @@ from edgeinfer.common.errors import InvalidArgument, ModelFileError, ModelNotFou
 from edgeinfer.library.gguf_names import is_gguf, stem_of
 from edgeinfer.library.hub import DownloadProgress, fetch
 from edgeinfer.library.local import LocalModel, local_models
-from edgeinfer.library.references import PREFIX, is_reference, parse_reference, url_advice
+from edgeinfer.library.references import HOW_TO_FIND, PREFIX, is_reference, parse_reference, url_advice
 
 _MOST_LISTED = 10
 _FILES_ALONE = (f".{os.sep}", f"..{os.sep}", "./", "../", "~")
-_HOW = "`edgeinfer models` lists those here, and -hf USER/REPO[:QUANT] fetches one from Hugging Face"
 
 
 def find_model(
@@ -103,4 +102,4 @@ def _unknown(given: str, models: Sequence[LocalModel]) -> str:
         message += f"; there {'is' if len(models) == 1 else 'are'} {_listed(models)}"
     if is_reference(given):
         return f"{message}. -hf {given} fetches it from Hugging Face"
-    return f"{message}. {_HOW}"
+    return f"{message}. {HOW_TO_FIND}"

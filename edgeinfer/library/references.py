@@ -12,6 +12,7 @@ from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.library.gguf_names import is_gguf
 
 PREFIX = "hf:"
+HOW_TO_FIND = "`edgeinfer models` lists those here, and -hf USER/REPO[:QUANT] fetches one from Hugging Face"
 _REPO = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _REFERENCE = re.compile(rf"({_REPO})(?:/([^:\\]+\.gguf))?(?::([\w.-]+))?", re.ASCII | re.IGNORECASE)
 _HUB_HOSTS = ("huggingface.co", "hf.co")

@@ -170,7 +170,7 @@ class LoadOptions(PlanOptions):
         "auto",
         "--ternary-bits",
         check=one_of("auto", *get_args(TernaryBits)),
-        help="Bits per weight of a ternary model in memory, with the same text; auto: the faster one here.",
+        help="Bits per weight of a ternary model in memory; the text is the same. auto: the faster one.",
         text="bits of memory for each weight of a ternary model with the native backend. The text is the same. "
         '"auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.',
     )
@@ -179,7 +179,7 @@ class LoadOptions(PlanOptions):
         "--expert-cache",
         check=_expert_cache,
         metavar="auto|SIZE|SHARE%",
-        help="Memory for experts (3.5GiB, 25%); the rest is on disk. auto: all if they fit, else the fastest size.",
+        help="Memory for experts (3.5GiB, 25%); others are read from disk. auto: all, or the fastest size.",
         text="memory for the experts of a mixture-of-experts model with the native backend; others are read from disk "
         'when they are needed, with the same text. A size in bytes or as text ("3.5GiB", "800MB"), a share of all '
         'experts ("25%"), None for all in memory. "auto" is all where they fit into the available memory, otherwise '
@@ -190,7 +190,7 @@ class LoadOptions(PlanOptions):
         "--expert-device",
         check=or_none(_expert_device),
         metavar="NAME",
-        help="OpenCL device (gpu, gpu:N, opencl:N) that computes some of the experts; may change the text.",
+        help="Experimental: OpenCL device (gpu, gpu:N, opencl:N) for some experts; may change the text.",
         text='an OpenCL device, "gpu", "gpu:N" or "opencl:N", that computes experts that its memory holds, while the '
         "CPU computes the others. Logits are near those of the CPU, not equal to them, so a text may be another. A "
         "device that fails is left out from then on, with a RuntimeWarning. None is the CPU alone.",
@@ -205,9 +205,9 @@ class LoadOptions(PlanOptions):
     )
     draft: Draft = option(
         "auto",
-        "--draft",
+        "--drafter",
         check=_draft,
-        help="Drafter: auto, none, suffix, recycling or a FILE. Changes the speed, not the text.",
+        help="What drafts, beside -md: auto, none, suffix or recycling. Changes the speed, not the text.",
         text="which drafters propose tokens. Drafts change the speed and never the text; only the native backend "
         'verifies them. "auto" is the model-free drafters ("suffix", "recycling") and the draft head that this '
         "package has for the model, if any. A file, or a name as for `load`, adds a draft model, best with the same "
@@ -217,8 +217,12 @@ class LoadOptions(PlanOptions):
     draft_max: int = option(
         DEFAULT_DRAFT_MAX,
         "--draft-max",
+        "--draft",
+        "--draft-n",
+        "--spec-draft-n-max",
         check=integer(0),
-        help=f"Most draft tokens verified per step.  [default: {DEFAULT_DRAFT_MAX}]",
+        metavar="N",
+        help=f"Most draft tokens verified per step; 0: no drafts.  [default: {DEFAULT_DRAFT_MAX}]",
         text="most drafted tokens that one pass verifies; 0 is no drafting. Where the logits of so many would take "
         "more than 12 MiB, it is fewer.",
     )
@@ -226,25 +230,24 @@ class LoadOptions(PlanOptions):
         "auto",
         "--draft-device",
         check=_draft_device,
-        help="Device of a draft model or head: auto, cpu, gpu, gpu:N, opencl:N or onnx:N, see `edgeinfer devices`.",
+        metavar="NAME",
+        help="Device of a draft model or head: auto, cpu, gpu, gpu:N, opencl:N, onnx:N; see `edgeinfer devices`.",
         text='where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists '
         'them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is '
         "missing or fails, the CPU drafts, with a RuntimeWarning that says why.",
     )
     verify: bool = option(
         False,
-        "--verify",
+        "--check-pack",
         check=_flag,
-        help="Compare all bytes of MODEL.packed and the model before use; takes about 1 s per GB.",
+        help="Compare all bytes of MODEL.packed with the model first; takes about 1 s per GB.",
         text="use packed weights beside the model (`edgeinfer pack`, native backend only) only if every byte of both "
         "files is as it was packed, which takes about 1 s for each GB. Otherwise sizes and samples are compared.",
     )
     fpga_folder: FileName | None = option(
         None,
-        "--fpga-folder",
         check=or_none(_folder),
-        help="A folder of `edgeinfer export --to fpga`, whose engine and weights --backend fpga-sim takes.",
-        text="a folder of `edgeinfer export --to fpga`, made of this model, whose engine and weights the backend "
+        text="a folder of `edgeinfer fpga export`, made of this model, whose engine and weights the backend "
         '"fpga-sim" takes. None is a small engine with the weights of the model.',
     )
     budget: str | int | None = option(
@@ -252,7 +255,7 @@ class LoadOptions(PlanOptions):
         "--budget",
         check=_budget,
         metavar="SIZE|SHARE%",
-        help="Most memory to take: 2GiB, or 60% of what is free.  [default: what is free less 1/16, 32 MiB to 1 GiB]",
+        help="Most memory to use: 2GiB, or 60% of what is free.  [default: what is free less 1/16]",
         text="most memory that the process may take, everything in the ledger (`Engine.memory`) together. A size in "
         'bytes or as text ("2GiB"), or a share of what is free ("60%"). None or "auto" is what is free less a '
         "sixteenth of it, at least 32 MiB and at most 1 GiB; no budget goes above that. Where not all fits, there are, "

@@ -13,7 +13,7 @@ from edgeinfer.memory.fit import fit_context
 from edgeinfer.profiler.planner import Planned, Planner, contexts_up_to
 from edgeinfer.profiler.speed import Speed
 
-BEST = "first what leaves the text as it is, then the longest context, then expected speed"
+BEST = "those that leave the text unchanged, then the longest context, then expected speed"
 LEAST_CONTEXT = 64  # tokens of the shortest context that is tried
 _SMALL_BATCH = 128
 _GAIN = 1.005  # of a step that is worth more memory

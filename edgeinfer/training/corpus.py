@@ -210,7 +210,7 @@ def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Trai
         )
     if found["context"] > context:
         raise InvalidArgument(
-            f"--texts-of {folder} has texts of up to {found['context']} tokens: --context is {context}"
+            f"--texts-of {folder} has texts of up to {found['context']} tokens: --ctx-size is {context}"
         )
     asked = {text.tokens[: text.n_prompt].tobytes() for text in held}
     if any(text.tokens[: text.n_prompt].tobytes() in asked for corpus in corpora for text in corpus.all_texts()):

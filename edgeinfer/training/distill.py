@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,10 +49,10 @@ from edgeinfer.training.corpus import (
 from edgeinfer.training.features import Features, NativeRecorder, Recorder, Taps, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes
 from edgeinfer.training.objective import Objective, Weights, linear_guess, unchanged
-from edgeinfer.training.optimizer import OptimizerName
 from edgeinfer.training.own_prompts import own_prompts
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
 from edgeinfer.training.quality import DEPTHS, judged
+from edgeinfer.training.recipe import Recipe
 from edgeinfer.training.replay import Replay
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
@@ -61,53 +61,29 @@ from edgeinfer.training.tasks import Written, task_prompts
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
 
-AuthorName = Literal["auto", "native", "torch"]
 HELD_SHARE = 0.03  # of the prompts, where no file names others
 CHARACTERS = 3  # of a token, at least, in what prompts are built of
 N_BATCHES_FITTED = 128  # from which the head's first guess is taken
 N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The options of `edgeinfer distill`; see its --help."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Recipe):
+    """The options of `edgeinfer distill`, see its --help, and the keys of its --config."""
 
     tokens: int
     max_tokens: int
     context: int
-    answers: int
-    greedy_share: float
-    temperature: float
-    n_held: int
-    draft_vocab: int
-    blocks: int
     epochs: int
-    steps: int
-    batch_tokens: int
-    learning_rate: float
-    warm_up: float
-    feature_weight: float
-    token_weight: float
-    decay: float
-    noise: float
-    evaluate_every: int
     seed: int
     type: str
-    gate_type: str | None = None
-    taps: str = "none"
-    optimizer: OptimizerName = "muon"
-    rounds: int = 0
-    steps_from: float = 0.0
-    rounded_from: float = 1.0
     init: Path | None = None
     tasks: int = 0
-    author: AuthorName = "auto"
     device: str = "auto"
     disk_bytes: int = 20 << 30
     n_threads: int | None = None
     texts_of: tuple[Path, ...] = ()
     own_prompts: int = 0
-    chat_share: float = 0.5
 
     def facts(self) -> dict[str, Any]:
         """They as JSON, without where files lie."""
@@ -411,8 +387,8 @@ class _Distillation:
                 return spec
             except UnsupportedModel as error:
                 raise UnsupportedModel(
-                    f"--init {path} must have the sizes of the head that is wanted: {error}; name its --blocks and "
-                    "--taps"
+                    f"--init {path} must have the sizes of the head that is wanted: {error}; give its blocks "
+                    "and taps (--config)"
                 ) from None
 
     def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
@@ -485,7 +461,7 @@ def taps_named(name: str, spec: ModelSpec) -> Taps:
     taps = tuple(int(part) for part in parts if part.strip().isdecimal())
     if len(taps) < len(parts) or [*taps] != sorted(set(taps)) or taps[-1] != n - 1 or len(taps) > MOST_TAPS:
         raise InvalidArgument(
-            f"--taps must be at most {MOST_TAPS} layers in ascending order up to the last one, {n - 1}, or auto, or "
+            f"taps must be at most {MOST_TAPS} layers in ascending order up to the last one, {n - 1}, or auto, or "
             f"none: found {name!r:.80}"
         )
     return taps

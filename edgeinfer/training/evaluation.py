@@ -67,7 +67,7 @@ def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, repor
             if corpus.all_texts():
                 by_category[category] = judge.quality(corpus, run, settings.context, report)
     if not by_category:
-        raise InvalidArgument(f"--context {settings.context} leaves no room for an answer to a prompt of {prompts}")
+        raise InvalidArgument(f"--ctx-size {settings.context} leaves no room for an answer to a prompt of {prompts}")
     qualities = list(by_category.values())
     return {
         "target": {"name": run.name, "fingerprint": judge.head.target.fingerprint},

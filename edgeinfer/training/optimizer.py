@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-OptimizerName = Literal["muon", "adamw"]
+from edgeinfer.training.recipe import OptimizerName
+
 WEIGHT_DECAY = 0.01
 _BETAS = 0.9, 0.95
 _MOMENTUM = 0.95

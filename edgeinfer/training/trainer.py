@@ -27,7 +27,8 @@ from edgeinfer.models.gguf import GGMLType
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report
 from edgeinfer.training.objective import Objective
-from edgeinfer.training.optimizer import OptimizerName, Optimizers
+from edgeinfer.training.optimizer import Optimizers
+from edgeinfer.training.recipe import OptimizerName
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.rounds import Rounds
 from edgeinfer.training.workers import Workers

@@ -73,7 +73,7 @@ def limits_of(request: Request, source: Source, subjects: Sequence[Subject], dev
     Raises InvalidArgument, BudgetExceeded.
     """
     if request.size is None:
-        raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit")
+        raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit-into")
     n_bytes = bytes_of_chosen(request.size, source, subjects)
     n_tokens, seconds = parse_cost(request.cost)
     return Limits(n_bytes, n_tokens or drafted_tokens(subjects, n_bytes, Speeds(device.n_threads, device.isa)), seconds)

@@ -41,10 +41,10 @@ class BoardOptions:
         geometry = Geometry(encoding, more.get("rows") or rows, more.get("tables") or tables, board.n_ports)
         golden, embeddings, rescored = more.get("golden"), more.get("embeddings") or "int8", more.get("rescored") or 0
         if embeddings not in ("int8", "bf16"):
-            raise InvalidArgument(f"--embeddings must be int8 or bf16: found {embeddings!r}")
+            raise InvalidArgument(f"--embedding-type must be int8 or bf16: found {embeddings!r}")
         if request.n_ctx is not None and request.n_ctx > MOST_CTX:
             raise InvalidArgument(
-                f"--ctx must be at most {MOST_CTX}, up to which rotations are exact: found {request.n_ctx}"
+                f"--ctx-size must be at most {MOST_CTX}, up to which rotations are exact: found {request.n_ctx}"
             )
         n_golden = check_integer("--golden", USUAL_GOLDEN if golden is None else golden, 0, 4096)
         if n_golden and request.n_ctx is not None and request.n_ctx < GOLDEN_TOKENS:
@@ -57,6 +57,6 @@ class BoardOptions:
             geometry=geometry,
             n_golden=n_golden,
             embeddings=cast(EmbeddingType, embeddings),
-            rescored=check_integer("--rescored", rescored, 0, 1 << 20),
+            rescored=check_integer("--shortlist", rescored, 0, 1 << 20),
             n_ctx=request.n_ctx,
         )

@@ -1,4 +1,4 @@
-"""`edgeinfer export --to fpga`: plan, write and check a folder for an FPGA board."""
+"""`edgeinfer fpga export`: plan, write and check a folder for an FPGA board."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TEXT_BYTES = 4 << 20
 
 
 class FpgaTarget(ExportTarget):
-    """`--to fpga`, see ExportTarget. Options: board, encoding, rows, tables, golden, embeddings, rescored."""
+    """`edgeinfer fpga export`, see ExportTarget. Its options are BoardOptions'."""
 
     @override
     def plan(self, request: Request) -> Plan:
@@ -127,9 +127,9 @@ def _notes(content: Content) -> Iterator[str]:
         f"{weight_bits(content):.4f} bits a ternary weight with padding."
     )
     if content.n_ctx > content.spec.n_ctx_train:
-        yield f"The model was trained on {content.spec.n_ctx_train} positions, fewer than the {content.n_ctx} of --ctx."
+        yield f"The model was trained on {content.spec.n_ctx_train} positions, fewer than the {content.n_ctx} of -c."
     if options.embeddings == "int8":
-        yield "Embeddings are rounded to 8 bits a number, with a scale a row (--embeddings bf16 for 16)."
+        yield "Embeddings are rounded to 8 bits a number, with a scale a row (--embedding-type bf16 for 16)."
     kinds = {tensor.found for product in content.products for tensor in product.tensors}
     if kinds - {GGMLType.I2_S, None}:
         names = ", ".join(sorted(kind.name for kind in kinds if kind is not None))

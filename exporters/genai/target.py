@@ -164,7 +164,7 @@ def _draft_model(file: ModelFile, target: Decoder, n_ctx: int) -> Decoder:
     if is_draft_head(file):
         raise UnsupportedModel(
             f"{file.path} is a draft head: ONNX Runtime GenAI drafts with a whole model of the same vocabulary, or "
-            "with --draft ngram"
+            "with --drafter ngram"
         )
     spec = read_spec(file)
     tokens = [TokenizerMetadata(each).strings("tokens").tolist() for each in (file, target.file)]

@@ -102,7 +102,7 @@ class _Package:
 def _package(request: Request, file: ModelFile) -> _Package:
     """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
     if request.draft is not None:
-        raise InvalidArgument("packages for MNN have no drafts here: leave --draft out, or take --to genai")
+        raise InvalidArgument("packages for MNN have no drafts here: leave -md and --drafter out, or take --to genai")
     if is_draft_head(file):
         raise UnsupportedModel(f"{file.path} is a draft head: MNN runs whole models only")
     spec = read_spec(file)

@@ -97,7 +97,9 @@ class _Package:
 def _package(request: Request, file: ModelFile) -> _Package:
     """What a request makes of a model. Raises InvalidArgument, UnsupportedModel."""
     if request.draft is not None:
-        raise InvalidArgument("packages for ExecuTorch have no drafts here: leave --draft out, or take --to genai")
+        raise InvalidArgument(
+            "packages for ExecuTorch have no drafts here: leave -md and --drafter out, or take --to genai"
+        )
     if is_draft_head(file):
         raise UnsupportedModel(f"{file.path} is a draft head: ExecuTorch runs whole models only")
     spec = read_spec(file)

@@ -98,7 +98,7 @@ def report_lines(found: Report) -> Iterator[str]:
     for n, seconds in found.first_token.items():
         yield f"{seconds:8.2f} s (model) to the first token after a prompt of {n}"
     if design.ternary_head:
-        yield "The output matrix is taken to have a ternary first stage, as of `export --to fpga --rescored 256`."
+        yield "The output matrix is taken to have a ternary first stage, as of `edgeinfer fpga export --shortlist 256`."
     if not design.attention_lanes:
         yield "Attention on the processor is taken at its published time, at whatever context: see --attention-lanes."
     yield ""

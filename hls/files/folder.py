@@ -1,6 +1,6 @@
 """A folder for a board, read: its streams of weights, scales, arrays and golden vectors, by memory map.
 
-What `edgeinfer export --to fpga` and `BoardWriter` write. The simulators and the tests read these files and no others.
+What `edgeinfer fpga export` and `BoardWriter` write. The simulators and the tests read these files and no others.
 """
 
 from __future__ import annotations

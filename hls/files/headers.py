@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.hls.files.manifest import VERSION, BoardManifest, BoardTensor
 from edgeinfer.hls.geometry import LANE_BYTES, accumulator_bits
 
-_NOTE = "Written by `edgeinfer export --to fpga` from manifest.json; `edgeinfer export --check` compares both."
+_NOTE = "Written by `edgeinfer fpga export` from manifest.json; `edgeinfer fpga check` compares both."
 
 
 def model_header(manifest: BoardManifest) -> str:

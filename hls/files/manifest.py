@@ -147,11 +147,11 @@ def read_manifest(folder: Path) -> BoardManifest:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object, parse_constant=_no_number)
     except (FileNotFoundError, NotADirectoryError):
-        raise BadBoardFolder(f"{folder}: has no {NAME}: this is no folder of `edgeinfer export --to fpga`") from None
+        raise BadBoardFolder(f"{folder}: has no {NAME}: this is no folder of `edgeinfer fpga export`") from None
     except (ValueError, RecursionError) as error:
         raise BadBoardFolder(f"{path}: must be JSON: {error}; export the model again") from None
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise BadBoardFolder(f"{path}: is no manifest of `edgeinfer export --to fpga`")
+        raise BadBoardFolder(f"{path}: is no manifest of `edgeinfer fpga export`")
     if type(facts.get("version")) is not int or facts["version"] != VERSION:
         raise BadBoardFolder(
             f"{path}: version must be {VERSION}: found {facts.get('version')!r:.40}; export the model again, or use "

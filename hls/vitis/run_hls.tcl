@@ -3,7 +3,7 @@
 #   EI_FOLDER=/path/of/an/exported/folder vitis_hls -f run_hls.tcl                    # all tops: C simulation, synthesis, IP
 #   EI_FOLDER=... EI_TOPS="ei_linear_axi" EI_COSIM=1 vitis_hls -f run_hls.tcl
 #
-# EI_FOLDER is what `edgeinfer export --to fpga` wrote: its edgeinfer_model.h sets the engine, its golden vectors drive the
+# EI_FOLDER is what `edgeinfer fpga export` wrote: its edgeinfer_model.h sets the engine, its golden vectors drive the
 # test bench. Projects and reports go to build_hls/ in the current folder; IP to build_hls/TOP/solution/impl/ip.
 set hls [file normalize [file join [file dirname [info script]] ..]]
 set folder [file normalize $::env(EI_FOLDER)]

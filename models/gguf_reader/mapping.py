@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from edgeinfer.common.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
 from edgeinfer.common.file_identity import FileWatch
+from edgeinfer.library.references import HOW_TO_FIND
 from edgeinfer.models.gguf_reader import _mapped as _native
 
+_NO_MODELS = "no .gguf files"
 AROUND = 2 << 20  # bytes around a page that the system maps together with it at most: those of a huge page
 
 
@@ -193,10 +195,11 @@ def _why_missing(path: Path) -> str:
         return f"is a link to {os.readlink(path)}, which does not exist"
     if not path.parent.is_dir():
         return f"no such file: there is no folder {path.parent}"
-    return f"no such file; its folder has {_models_in(path.parent)}"
+    found = _models_in(path.parent)
+    return f"no such file; its folder has {found}" + (f". {HOW_TO_FIND}" if found == _NO_MODELS else "")
 
 
 def _models_in(folder: Path) -> str:
     names = sorted(folder.glob("*.gguf"))  # leaves out what may not be read
     more = f" and {len(names) - 5} more .gguf files" if len(names) > 5 else ""
-    return ", ".join(path.name for path in names[:5]) + more if names else "no .gguf files"
+    return ", ".join(path.name for path in names[:5]) + more if names else _NO_MODELS

@@ -74,12 +74,23 @@ def logits_of(backend: NativeBackend | FpgaSimBackend, path: Path, tokens: np.nd
 def test_chat_gives_the_text_of_the_native_engine(model: Path) -> None:
     flags = ["-m", str(model), "-n", "64", "--temp", "1", "-s", "2", "What is a table?"]
     answers = {}
-    for backend in ("native", "fpga-sim"):
-        done = CliRunner().invoke(cli.main, ["chat", "--backend", backend, *flags])
+    for backend, command in (("native", ["chat", "--backend", "native"]), ("fpga-sim", ["fpga", "simulate"])):
+        done = CliRunner().invoke(cli.main, [*command, *flags])
         assert done.exit_code == 0 and "64 tokens, " in done.stderr, done.stderr
         assert ("clock cycle" in done.stderr) == (backend == "fpga-sim")
         answers[backend] = done.stdout
     assert answers["fpga-sim"] == answers["native"] and len(answers["native"]) > 64
+
+
+def test_a_text_is_completed_as_generate_does_it(model: Path) -> None:
+    flags = ["-m", str(model), "-n", "4", "--temp", "0", "-q", "hello"]
+    texts = [
+        CliRunner().invoke(cli.main, [*command, *flags]).stdout
+        for command in (["generate"], ["fpga", "simulate", "--complete"])
+    ]
+    assert texts[0] == texts[1] != ""
+    refused = CliRunner().invoke(cli.main, ["fpga", "simulate", "--complete", "-sys", "be brief", *flags])
+    assert refused.exit_code == 2 and "-sys is for a chat: leave --complete out" in " ".join(refused.stderr.split())
 
 
 def test_the_weights_of_an_exported_folder_are_used(model: Path, folder: Path, tmp_path: Path) -> None:

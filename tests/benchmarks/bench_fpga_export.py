@@ -92,7 +92,7 @@ def _matrix(shape: tuple[int, int], seed: int) -> NDArray[np.uint8]:
 
 def export(source: Path, out: Path, options: list[str]) -> float:
     """Seconds of one export by the command, in a process of its own."""
-    command = [sys.executable, "-m", "edgeinfer", "export", str(source), "--to", "fpga", "--out", str(out), *options]
+    command = [sys.executable, "-m", "edgeinfer", "fpga", "export", str(source), "--out", str(out), *options]
     start = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - start

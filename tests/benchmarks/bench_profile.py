@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_profile.py MODEL.gguf [--ctx-size 512] [--rounds 3] [--draft none]
 
 Each round begins without any kept measurement, as on a new machine. In it the command is timed twice (the first time
-measures, the second finds it kept), and `--verify` loads the model in a process of its own. A round in which other
+measures, the second finds it kept), and `--measure` loads the model in a process of its own. A round in which other
 processes had the cores is left out. Medians of the other rounds; one JSON line on stdout at the end.
 """
 
@@ -35,11 +35,12 @@ def profile(folder: str, *arguments: str) -> tuple[float, dict[str, Any]]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """One round, None if it was disturbed."""
-    settings = [arguments.model, "-c", str(arguments.ctx_size), "--draft", arguments.draft]
+    chosen = ["--drafter", arguments.draft] if arguments.draft in ("none", "auto") else ["-md", arguments.draft]
+    settings = [arguments.model, "-c", str(arguments.ctx_size), *chosen]
     with tempfile.TemporaryDirectory() as folder:
         first, found = profile(folder, *settings)
         kept, _ = profile(folder, *settings)
-        _, checked = profile(folder, *settings, "--verify")
+        _, checked = profile(folder, *settings, "--measure")
     check = checked["verification"]
     print(f"first {first:.2f} s, kept {kept:.2f} s, {check['speeds']}", file=sys.stderr)
     if found["expected"]["is_disturbed"] or check["was_disturbed"]:
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--ctx-size", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--draft", default="none")
+    parser.add_argument("--draft", default="none", help="none, auto, or a file")
     arguments = parser.parse_args()
     rounds = [found for _ in range(arguments.rounds) if (found := run(arguments)) is not None]
     if not rounds:

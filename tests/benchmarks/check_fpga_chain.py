@@ -1,4 +1,4 @@
-"""Ternary products of random shapes: are all implementations equal, from the files of `edgeinfer export --to fpga`?
+"""Ternary products of random shapes: are all implementations equal, from the files of `edgeinfer fpga export`?
 
 Each model has one layer, so four matrices; each is exported for one engine, with golden vectors. numpy, the kernels of
 the CPU, the C simulation with both sets of headers, the Verilog in Verilator and the netlist of yosys in Icarus read

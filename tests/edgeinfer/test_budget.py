@@ -75,7 +75,7 @@ def test_what_is_taken_keeps_to_the_budget_with_the_same_text(models: list[tuple
 def test_a_refusal_ends_with_its_exit_code_and_what_it_proposes_fits(models: list[tuple[Path, dict[str, Any]]]) -> None:
     path = models[0][0]
     budget = resident_bytes() + 4 * MIB + least_of(path, {"n_ctx": 512})
-    flags = ["-m", str(path), "-n", "2", "-t", "1", "--draft", "none", "hello"]
+    flags = ["-m", str(path), "-n", "2", "-t", "1", "--drafter", "none", "hello"]
 
     def run(*more: str) -> tuple[int, str]:
         result = CliRunner().invoke(main, ["generate", *flags, *more], env={"EDGEINFER_BUDGET": str(budget)})

@@ -401,7 +401,6 @@ def test_a_character_that_an_encoding_lacks_is_replaced(machine):
         (("generate", "hello", "-m", "~/tiny.gguf", "-n", "2"), None),
         (("generate", "hello", "--model=~/tiny.gguf", "-n", "2"), None),
         (("chat", "hello", "-m", "~/tiny.gguf", "-md", "~/tiny.gguf", "-n", "2"), None),
-        (("chat", "hello", "-m", "~/tiny.gguf", "--draft", "~/tiny.gguf", "-n", "2"), None),
         (("generate", "-f", "~/text", "-m", "~/tiny.gguf", "-n", "2"), None),
         (("export", "~/trits.gguf", "--to", "ternary", "--format=tq2_0", "--out=~/new.gguf"), "new.gguf"),
     ],
@@ -417,7 +416,7 @@ def test_a_tilde_is_the_home_folder_in_every_option(machine, arguments, made):
     assert list(machine.cwd.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", ["-m", "-md", "--draft"])
+@pytest.mark.parametrize("option", ["-m", "-md"])
 @pytest.mark.parametrize("name", ["~/x.gguf", "~no-such-user/x.gguf"])
 def test_a_home_that_is_not_there_is_a_usage_error(machine, nobody, option, name):
     others = ("-m", "MODEL") if option != "-m" else ()
@@ -428,10 +427,9 @@ def test_a_home_that_is_not_there_is_a_usage_error(machine, nobody, option, name
 
 def test_variables_that_name_files_take_a_tilde(machine):
     variables = {"EDGEINFER_MODEL": "~/tiny.gguf", "EDGEINFER_MODEL_DRAFT": "~/tiny.gguf", "HOME": str(machine.folder)}
-    for more in (variables, variables | {"EDGEINFER_MODEL_DRAFT": None, "EDGEINFER_DRAFT": "~/tiny.gguf"}):
-        done = machine.run(("generate", "hello", "-n", "2", "--json"), **more)
-        assert json.loads(done.stdout)["model"] == str(machine.folder / "tiny.gguf")
-        assert done.stderr == ""
+    done = machine.run(("generate", "hello", "-n", "2", "--json"), **variables)
+    assert json.loads(done.stdout)["model"] == str(machine.folder / "tiny.gguf")
+    assert done.stderr == ""
     done = machine.run(("generate", "hello"), **(variables | {"HOME": "/proc/nowhere"}))
     assert done.returncode == 3 and "/proc/nowhere/tiny.gguf" in done.stderr
 
@@ -442,7 +440,6 @@ def test_files_that_are_called_tilde_can_be_reached(machine, tmp_path):
         ("inspect", "./~"),
         ("pack", "./~"),
         ("generate", "hello", "-m", "./~", "-md", "./~", "-n", "2"),
-        ("generate", "hello", "-m", "./~", "--draft", "./~", "-n", "2"),
     ):
         done = machine.run(arguments, cwd=tmp_path, HOME="/proc/nowhere")
         assert done.returncode == 0 and "without" not in done.stderr, done.stderr

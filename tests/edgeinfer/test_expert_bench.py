@@ -109,7 +109,7 @@ def bench(*arguments):
 
 
 def test_bench_prints_a_line_for_each_size(model):
-    result = bench(model, "--expert-cache", "25%,100%", "--prove", "-t", 1)
+    result = bench(model, "--expert-cache", "25%,100%", "--check-logits", "-t", 1)
     assert result.exit_code == 0, result.stderr
     head, first, last = result.stdout.splitlines()
     assert head.split() == "cache share tok/s read a token hits Belady wait a token logits".split()
@@ -130,12 +130,12 @@ def test_prove_fails_where_a_logit_differs(model, monkeypatch):
 
     original = expert_bench._run
     monkeypatch.setattr(expert_bench, "_run", one_is_off)
-    result = bench(model, "--expert-cache", "50%", "--prove", "-t", 1)
+    result = bench(model, "--expert-cache", "50%", "--check-logits", "-t", 1)
     assert result.exit_code == 1 and "expert cache of 50% differ" in result.stderr and "differ" in result.stdout
 
 
 def test_bench_refuses_what_does_not_go_together(model, tmp_path):
-    assert "name their sizes with --expert-cache" in bench(model, "--prove").stderr
+    assert "name their sizes with --expert-cache" in bench(model, "--check-logits").stderr
     assert "--against measure different" in bench(model, "--expert-cache", "25%", "--against", "llama.cpp").stderr
     assert "use --expert-cache" in bench(model, "--expert-cache", "1").stderr
     with ModelFile.open(write_tiny_model(tmp_path / "dense.gguf")) as dense:

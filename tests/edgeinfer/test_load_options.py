@@ -71,7 +71,7 @@ def test_each_field_is_an_option_that_is_described_beside_it():
     assert set(options) == {field.name for field in fields(LoadOptions)}
     text = " ".join(inspect.getdoc(LoadOptions).split())
     assert all(about.text and f"{name}: {' '.join(about.text.split())}" in text for name, (_, about) in options.items())
-    assert {name for name, (_, about) in options.items() if not about.flags} == {"n_batch", "progress"}
+    assert {name for name, (_, about) in options.items() if not about.flags} == {"fpga_folder", "progress"}
 
 
 @pytest.mark.parametrize("command", [chat, generate])

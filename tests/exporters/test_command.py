@@ -106,7 +106,7 @@ def test_a_draft_head_is_refused_with_what_is_expected(tmp_path: Path) -> None:
     "arguments, what",
     [
         (["a.gguf", "--to", "onnx", "--target", "SOURCE"], "--target"),
-        *((["a.gguf", "--to", target, "--draft", "SOURCE"], "--draft") for target in ("genai", "litertlm", "mnn")),
+        *((["a.gguf", "--to", target, "-md", "SOURCE"], "-md") for target in ("genai", "litertlm", "mnn")),
     ],
 )
 def test_a_folder_in_place_of_a_file_is_told_how_to_become_one(
@@ -152,7 +152,7 @@ def test_an_exported_checkpoint_answers(format: str, head: str, tmp_path: Path, 
     with ModelFile.open(target) as file:
         assert file.tensors["token_embd.weight"].type == GGMLType.F16
         assert file.tensors["output.weight"].type.name == ("Q6_K" if head == "q6_k" else "F16")
-    answer = run("chat", "-m", target, "-p", "Hello", "-n", "8", "--temp", "0", "--json", "--draft", "none")
+    answer = run("chat", "-m", target, "-p", "Hello", "-n", "8", "--temp", "0", "--json", "--drafter", "none")
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["timings"]
     assert format.upper() in run("inspect", target).stdout

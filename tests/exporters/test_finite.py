@@ -34,6 +34,11 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
+def exporting(source: Path, to: str) -> list[str | Path]:
+    """The beginning of the command that exports to a target."""
+    return ["fpga", "export", source] if to == "fpga" else ["export", source, "--to", to]
+
+
 def poison(path: Path, name: str, value: float, block: int = 0) -> None:
     """Put a value into a float, or into the scale of a block, of a tensor."""
     with ModelFile.open(path) as file:
@@ -88,7 +93,7 @@ def test_every_target_names_the_tensor(to: str, name: str, tmp_path: Path, monke
         with FiniteFile.open(source) as file, pytest.raises(ModelFileError, match=f"tensor {name} "):
             mnn.place(file, name, None, (tmp_path / "w").open("wb"))
         return
-    check_refused(run("export", source, "--to", to, "-o", tmp_path / "out.litertlm"), name, tmp_path, "a.gguf")
+    check_refused(run(*exporting(source, to), "-o", tmp_path / "out.litertlm"), name, tmp_path, "a.gguf")
 
 
 @pytest.mark.parametrize("to", ["ternary", "fpga"])
@@ -98,7 +103,7 @@ def test_ternary_targets_name_the_tensor(to: str, name: str, value: float, tmp_p
     source = write_tiny_model(tmp_path / "a.gguf", "bitnet-b1.58", "I2_S", tied=True, types={"token_embd": "BF16"})
     poison(source, name, value)
     options = ["--format", "tq1_0"] if to == "ternary" else []
-    result = run("export", source, "--to", to, "-o", tmp_path / "out", *options)
+    result = run(*exporting(source, to), "-o", tmp_path / "out", *options)
     check_refused(result, name, tmp_path, "a.gguf")
 
 
@@ -154,7 +159,7 @@ def test_a_ternary_folder(name: str, dtype: str, to: str, tmp_path: Path, rng: n
     with (folder / "model.safetensors").open("r+b") as written:
         written.seek(at + 4)
         written.write(np.array([np.nan], "<f2").tobytes() if dtype == "F16" else b"\x00\x00\x80\x7f")
-    check_refused(run("export", folder, "--to", to, "-o", tmp_path / "out"), name, tmp_path, "model")
+    check_refused(run(*exporting(folder, to), "-o", tmp_path / "out"), name, tmp_path, "model")
 
 
 # ---- Checks ----------------------------------------------------------------------------------------------------------

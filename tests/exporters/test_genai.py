@@ -78,7 +78,7 @@ def test_ngrams_give_the_same_text(tmp_path: Path) -> None:
 def test_two_exports_give_the_same_bytes_with_their_manifests(tmp_path: Path) -> None:
     source, packages = write_tiny_model(tmp_path / "a.gguf", "llama", "Q4_0"), []
     for _ in range(2):
-        arguments = ["--to", "genai", "-o", str(tmp_path / "out"), "-c", "128", "--draft", "ngram"]
+        arguments = ["--to", "genai", "-o", str(tmp_path / "out"), "--overwrite", "-c", "128", "--drafter", "ngram"]
         result = CliRunner().invoke(cli.main, ["export", str(source), *arguments])
         assert result.exit_code == 0 and "iB of memory" in result.stderr.partition("check: ")[2], result.output
         packages.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})

@@ -135,10 +135,10 @@ def test_a_head_goes_with_its_targets_embeddings_and_its_vocabulary(
     assert not (tmp_path / "tokenizer.json").exists() and (tmp_path / "manifest.json").exists()
     assert difference(logits_of(tmp_path / "model.onnx", tokens, features), theirs) < 1e-3
     other = write_tiny_model(tmp_path / "b.gguf", "granite", "F16", n_embd=256, seed=1)
-    refused = run("export", head, *arguments, "--target", other)
+    refused = run("export", head, *arguments, "--overwrite", "--target", other)
     assert refused.exit_code == 3 and "use the head of this model" in refused.stderr
     write_tiny_head(head, model, taps=(0, 1))
-    refused = run("export", head, *arguments, "--target", model)
+    refused = run("export", head, *arguments, "--overwrite", "--target", model)
     assert refused.exit_code == 3 and "a head with taps is fed by what several layers" in refused.stderr
 
 
@@ -211,7 +211,9 @@ def test_a_folder_may_be_quantised_on_the_way(tmp_path: Path) -> None:
         and "ONNX Runtime" in json.loads((tmp_path / "again" / "manifest.json").read_text())["check"]
     )
     assert (tmp_path / "again" / "model.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
-    assert run(*arguments, "-o", tmp_path / "again").exit_code == 0  # is replaced
+    kept = run(*arguments, "-o", tmp_path / "again")
+    assert kept.exit_code == 2 and "is there already" in kept.stderr
+    assert run(*arguments, "-o", tmp_path / "again", "--overwrite").exit_code == 0  # is replaced
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == IN_FOLDER
 
 
@@ -341,7 +343,7 @@ def test_a_file_that_breaks_the_rules_is_found(tmp_path: Path) -> None:
     "arguments, words",
     [
         (["--to", "onnx", "--format", "tq1_0"], "--format goes with --to ternary, not with --to onnx"),
-        (["--to", "ternary", "-c", "64"], "--ctx goes with --to gguf, genai, litertlm, mnn, pte, onnx or fpga, not"),
+        (["--to", "ternary", "-c", "64"], "--ctx-size goes with --to gguf, genai, litertlm, mnn, pte or onnx, not"),
         (["--to", "ternary", "--external-data"], "--external-data goes with --to onnx, not with --to ternary"),
         (["--to", "onnx", "--target", "SOURCE"], "is no draft head, which alone has a target"),
     ],

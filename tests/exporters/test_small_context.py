@@ -24,6 +24,11 @@ def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(cli.main, [str(argument) for argument in arguments])
 
 
+def exporting(source: Path, to: str) -> list[str | Path]:
+    """The beginning of the command that exports to a target."""
+    return ["fpga", "export", source] if to == "fpga" else ["export", source, "--to", to]
+
+
 def need(to: str) -> None:
     if to in PARTS and not is_there(PARTS[to]):
         missing(PARTS[to], f"--to {to} cannot be written")
@@ -37,13 +42,13 @@ def source(to: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("n_ctx", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("to, options", [("genai", ["--draft", "ngram"]), *((to, []) for to in (*PARTS, "fpga"))])
+@pytest.mark.parametrize("to, options", [("genai", ["--drafter", "ngram"]), *((to, []) for to in (*PARTS, "fpga"))])
 def test_the_least_context_is_said_and_nothing_is_written(
     to: str, options: list[str], n_ctx: int, tmp_path: Path
 ) -> None:
     need(to)
     model, out = source(to, tmp_path), tmp_path / "out.litertlm"
-    result = run("export", model, "--to", to, "-c", n_ctx, "-o", out, *options, "--dry-run")
+    result = run(*exporting(model, to), "-c", n_ctx, "-o", out, *options, "--dry-run")
     said = " ".join(result.stderr.split())
     if to == "onnx" or (n_ctx >= 4 and to == "fpga"):  # onnx checks as many tokens as there is room for
         assert result.exit_code == 0
@@ -53,18 +58,18 @@ def test_the_least_context_is_said_and_nothing_is_written(
     found = re.search(rf"do(es)? not fit into {n_ctx} tokens \(-c\): take at least (\d+)", said)
     assert result.exit_code == 2 and found is not None and int(found[2]) > n_ctx, said
     assert [path.name for path in tmp_path.iterdir()] == ["a.gguf"]
-    assert run("export", model, "--to", to, "-c", found[2], "-o", out, *options, "--dry-run").exit_code == 0
-    less = run("export", model, "--to", to, "-c", int(found[2]) - 1, "-o", out, *options, "--dry-run")
+    assert run(*exporting(model, to), "-c", found[2], "-o", out, *options, "--dry-run").exit_code == 0
+    less = run(*exporting(model, to), "-c", int(found[2]) - 1, "-o", out, *options, "--dry-run")
     assert less.exit_code == 2
 
 
-@pytest.mark.parametrize("to, options", [("genai", []), ("genai", ["--draft", "ngram"]), ("fpga", [])])
+@pytest.mark.parametrize("to, options", [("genai", []), ("genai", ["--drafter", "ngram"]), ("fpga", [])])
 def test_the_least_context_is_enough(to: str, options: list[str], tmp_path: Path) -> None:
     need(to)
     model, out = source(to, tmp_path), tmp_path / "out"
-    found = re.search(r"take at least (\d+)", run("export", model, "--to", to, "-c", 1, "-o", out, *options).stderr)
+    found = re.search(r"take at least (\d+)", run(*exporting(model, to), "-c", 1, "-o", out, *options).stderr)
     assert found is not None
-    result = run("export", model, "--to", to, "-c", found[1], "-o", out, *options)
+    result = run(*exporting(model, to), "-c", found[1], "-o", out, *options)
     assert result.exit_code == 0 and "check: " in result.stderr, result.stderr
 
 

@@ -1,17 +1,23 @@
 """What the documentation says is so: links lead somewhere, examples run, lists are complete."""
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from commands import commands
 
 import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
+from edgeinfer.cli.help import main_names
 from edgeinfer.common.settings import options_of, variable_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
+from edgeinfer.training.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -86,6 +92,45 @@ def test_all_variables_are_listed() -> None:
         str(parameter.envvar) for command in (chat, generate) for parameter in command.params if parameter.envvar
     }
     assert len(of_flags) > 20 and used | of_flags <= listed
+
+
+def test_each_folder_of_the_cache_is_listed() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| `$XDG_CACHE_HOME/edgeinfer`"))
+    kinds = set()
+    for path in (path for folder in SHIPPED for path in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        named = re.findall(r"(?:record|build)_folder\((\"[^\"]+\"|_KIND)\)", text)
+        kinds |= {name.strip('"') for name in named} - {"_KIND"}
+        if "_KIND" in named:
+            kinds |= set(re.findall(r"^_KIND(?:, _\w+)* = \"([^\"]+)\"", text, re.MULTILINE)[:1] or [f"that of {path}"])
+    assert len(kinds) > 9 and {kind for kind in kinds if f"`{kind}/`" not in row} == set()
+
+
+def test_each_command_and_each_option_of_it_is_listed() -> None:
+    page = (ROOT / "docs" / "chat.md").read_text()
+    assert set(re.findall(r"^\| `edgeinfer ([a-z]+(?: [a-z]+)?)", page, re.MULTILINE)) == set(commands())
+    rows = re.findall(r"^\| ((?:`[a-z ]+`(?:, )?)+) \| ([^|]+) \|", page, re.MULTILINE)
+    listed: dict[str, set[str]] = {name: set() for name in commands()}
+    for names, options in rows:
+        for name in re.findall(r"`([^`]+)`", names):
+            if name in listed:  # else a word of another table
+                listed[name] |= set(re.findall(r"`(-[^`]+)`", options))
+    everywhere = set(re.findall(r"`(-[\w-]+)`", page))
+    for name, command in commands().items():
+        options = [each for each in command.params if isinstance(each, click.Option)]
+        names = [each.opts for each in options] + [each.secondary_opts for each in options if each.secondary_opts]
+        assert listed[name] == {next(iter(main_names(each))) for each in names}, name
+        assert {flag for each in names for flag in each} <= everywhere, name
+
+
+def test_each_key_of_a_recipe_is_listed_with_its_default() -> None:
+    page = (ROOT / "docs" / "draft-heads.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page[: page.index("## Results")], re.MULTILINE))
+    keys = {name: default for name, (default, _) in options_of(Recipe).items()}
+    assert set(rows) == set(keys) == {field.name for field in dataclasses.fields(Recipe)}
+    for name, default in keys.items():
+        assert default is None or rows[name] == f"`{json.dumps(default)}`", name
 
 
 def test_the_variable_of_each_load_option_is_listed_beside_its_flag() -> None:

@@ -132,3 +132,14 @@ def test_make_says_that_a_tree_cannot_be_written(tmp_path: Path) -> None:
     run = subprocess.run(["make", ".venv/.created"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert run.returncode == 2 and "cannot be written" in run.stderr and "Traceback" not in run.stderr
     assert str(tmp_path) in run.stderr
+
+
+def test_make_help_lists_what_make_can_do(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        missing("compiler", "make is not installed")
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony is not None
+    run = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert re.findall(r"^make (\w+) +\S", run.stdout, re.MULTILINE) == phony[1].removesuffix(" help FORCE").split()

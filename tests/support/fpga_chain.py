@@ -238,9 +238,9 @@ def _compare(name: str, matrix: str, given: Sums, y: Sums) -> None:
 
 
 def exported(model: Path, geometry: Geometry, out: Path, n_golden: int) -> Path:
-    """The folder of `edgeinfer export --to fpga`. Raises EdgeInferError where it fails."""
+    """The folder of `edgeinfer fpga export`. Raises EdgeInferError where it fails."""
     shape = ["--encoding", geometry.encoding, "--rows", str(geometry.rows), "--tables", str(geometry.tables)]
-    command = ["export", str(model), "--to", "fpga", *shape, "--golden", str(n_golden), "--out", str(out)]
+    command = ["fpga", "export", str(model), *shape, "--golden", str(n_golden), "--out", str(out)]
     done = CliRunner().invoke(cli.main, command)
     if done.exit_code:
         raise EdgeInferError(f"edgeinfer {' '.join(command)}: {done.output}") from done.exception

@@ -297,9 +297,9 @@ def test_load_and_the_commands_verify(tmp_path: Path, monkeypatch: pytest.Monkey
         result = CliRunner().invoke(main, list(arguments))
         return result.exit_code, result.output
 
-    assert run("pack", "--verify", str(path))[0] == 3
+    assert run("pack", "--compare", str(path))[0] == 3
     assert run("pack", str(path))[0] == 0
-    assert run("pack", "--verify", str(path)) == (0, f"{path}.packed: as it was packed from {path}\n")
+    assert run("pack", "--compare", str(path)) == (0, f"{path}.packed: as it was packed from {path}\n")
     edgeinfer.load(path, verify=True, draft="none").close()
     whole = bytearray(packed_path(path).read_bytes())
     whole[-100] ^= 1
@@ -307,7 +307,7 @@ def test_load_and_the_commands_verify(tmp_path: Path, monkeypatch: pytest.Monkey
     edgeinfer.load(path, draft="none").close()
     with pytest.raises(BadPack):
         edgeinfer.load(path, verify=True, draft="none")
-    code, output = run("generate", "-m", str(path), "--verify", "-n", "1", "hello")
+    code, output = run("generate", "-m", str(path), "--check-pack", "-n", "1", "hello")
     assert code == 3 and "damaged" in output and "Traceback" not in output
-    code, output = run("pack", "--verify", str(path))
+    code, output = run("pack", "--compare", str(path))
     assert code == 3 and "damaged" in output

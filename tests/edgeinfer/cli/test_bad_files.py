@@ -18,20 +18,20 @@ COMMANDS = {  # with BAD in the place of the file, and MODEL and HEAD of those b
     "generate": ["generate", "hi", "-m", "BAD"],
     "inspect": ["inspect", "BAD"],
     "profile": ["profile", "BAD"],
-    "profile --board": ["profile", "BAD", "--board", "kv260"],
+    "fpga plan": ["fpga", "plan", "BAD"],
     "profile -md": ["profile", "MODEL", "-md", "BAD"],
-    "profile --draft": ["profile", "MODEL", "--draft", "BAD"],
     "profile --json": ["profile", "MODEL", "--json", "-md", "BAD"],
     "bench": ["bench", "BAD"],
     "bench --expert-cache": ["bench", "BAD", "--expert-cache", "50%"],
     "pack": ["pack", "BAD"],
-    "pack --verify": ["pack", "BAD", "--verify"],
+    "pack --compare": ["pack", "BAD", "--compare"],
     "imatrix": ["imatrix", "BAD", "-o", "OUT"],
     "export --imatrix": ["export", "MODEL", "--to", "gguf", "--type", "Q4_0", "--imatrix", "BAD", "-o", "OUT"],
     "export --target": ["export", "HEAD", "--to", "gguf", "--target", "BAD", "-o", "OUT"],
-    "export --draft": ["export", "MODEL", "--to", "genai", "--draft", "BAD", "-o", "OUT"],
+    "export -md": ["export", "MODEL", "--to", "genai", "-md", "BAD", "-o", "OUT"],
     **{f"export --to {to}": ["export", "BAD", "--to", to, "-o", "OUT"] for to in ("gguf", "genai", "litertlm", "mnn")},
-    **{f"export --to {to}": ["export", "BAD", "--to", to, "-o", "OUT"] for to in ("pte", "onnx", "ternary", "fpga")},
+    **{f"export --to {to}": ["export", "BAD", "--to", to, "-o", "OUT"] for to in ("pte", "onnx", "ternary")},
+    "fpga export": ["fpga", "export", "BAD", "-o", "OUT"],
     "evaluate": ["evaluate", "BAD", "HEAD", "--prompts", "TEXT"],
     "evaluate HEAD": ["evaluate", "MODEL", "BAD", "--prompts", "TEXT"],
     "distill": ["distill", "BAD", "--prompts", "TEXT", "--out", "OUT", "--max-tokens", "8"],
@@ -46,7 +46,8 @@ KINDS = {
 }
 FOLDERS_ARE_READ = {
     "imatrix",
-    *(f"export --to {to}" for to in ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary", "fpga")),
+    *(f"export --to {to}" for to in ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary")),
+    "fpga export",
 }
 
 
@@ -79,7 +80,7 @@ def test_the_file_is_named(command: str, kind: str, folder: Path) -> None:
     before = sorted(folder.iterdir())
     result = run(*(names.get(each, folder / "out" if each == "OUT" else each) for each in COMMANDS[command]))
     said = " ".join(result.stderr.split())
-    if command == "export --draft" and kind == "a folder":
+    if command == "export -md" and kind == "a folder":
         assert result.exit_code == 2 and str(bad) in said  # it says how to make a file of it
     else:
         assert result.exit_code == 3 and str(bad) in said, (result.exit_code, said)
@@ -93,7 +94,7 @@ def test_a_profile_with_a_drafter_that_cannot_draft_is_none(folder: Path, tmp_pa
     said = " ".join(result.stderr.split())
     assert result.exit_code == 3 and f"{other} cannot draft for this model: " in said and not result.stdout
     assert run("profile", folder / "m.gguf", "-md", folder / "h.gguf").exit_code == 0
-    assert run("profile", folder / "m.gguf", "--draft", "suffix").exit_code == 0
+    assert run("profile", folder / "m.gguf", "--drafter", "suffix").exit_code == 0
 
 
 def test_a_head_is_no_model_and_a_model_no_head(folder: Path) -> None:

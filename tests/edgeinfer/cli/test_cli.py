@@ -27,6 +27,7 @@ from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
 from edgeinfer.common.errors import BackendLost, NumericalError, TemplateError, UnsupportedModel
+from edgeinfer.common.settings import variable_of
 from edgeinfer.loading import backend_choice
 from edgeinfer.loading import open as loading
 from edgeinfer.sampling import SamplingParams
@@ -224,21 +225,33 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
 def test_drafts_change_no_text_and_can_be_chosen(run, model):
     flags = ("--backend", "native", "-p", "one and one and one and one", "-n", "24", "--temp", "0", "--json")
     texts, counts = set(), {}
-    for draft in ((), ("--draft", "none"), ("--draft", "suffix"), ("--draft-max", "0"), ("-md", model)):
+    for draft in ((), ("--drafter", "none"), ("--drafter", "suffix"), ("--draft-max", "0"), ("-md", model)):
         record = json.loads(run("generate", *flags, *draft).stdout)
         texts.add(record["text"])
         counts[draft] = record["timings"]["speculation"]
     assert len(texts) == 1
-    assert counts["--draft", "none"] is None and counts["--draft-max", "0"] is None and counts[()]["speedup"] > 0
-    refused = run("generate", *flags, "--draft", "none", "-md", model, code="usage")
+    assert counts["--drafter", "none"] is None and counts["--draft-max", "0"] is None and counts[()]["speedup"] > 0
+    refused = run("generate", *flags, "--drafter", "none", "-md", model, code="usage")
     assert "-md names a model to draft with" in refused.stderr
 
 
-def test_a_draft_model_that_is_not_there_is_a_note_and_the_answer_comes(run):
-    named = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "suffix")
-    assert "drafting goes on without model: suffix: no such file" in named.stderr, "not the drafter of that name"
-    result = run("generate", "--backend", "native", "-p", "hello", "-n", "4", "-md", "nowhere.gguf")
-    assert "drafting goes on without model" in result.stderr and "nowhere.gguf" in result.stderr
+def test_a_draft_model_that_is_not_there_is_an_error(run, monkeypatch):
+    asked = ("generate", "--backend", "native", "-p", "hello", "-n", "4")
+    named = run(*asked, "-md", "suffix", code="model")
+    assert "suffix: no such file" in named.stderr and named.stdout == "", "not the drafter of that name"
+    result = run(*asked, "-md", "nowhere.gguf", code="model")
+    assert "nowhere.gguf: no such file" in result.stderr and result.stdout == ""
+    monkeypatch.setenv("EDGEINFER_MODEL_DRAFT", "nowhere.gguf")
+    assert "EDGEINFER_MODEL_DRAFT: nowhere.gguf: no such file" in run(*asked, code="model").stderr
+
+
+@pytest.mark.parametrize("name", ["nowhere.gguf", "no-such-model", "https://example.org/m.gguf"])
+def test_an_error_about_a_variable_names_it(run, monkeypatch, name):
+    monkeypatch.setenv("EDGEINFER_MODEL", name)
+    result = CliRunner().invoke(cli.main, ["generate", "hello"])
+    assert result.exit_code in (2, 3) and f"EDGEINFER_MODEL: {name}" in " ".join(result.stderr.split())
+    named = CliRunner().invoke(cli.main, ["generate", "hello", "-m", name])
+    assert named.exit_code == result.exit_code and "EDGEINFER_MODEL" not in named.stderr
 
 
 def test_a_draft_device_that_is_not_there_is_a_line_and_the_answer_comes(run, model):
@@ -254,7 +267,7 @@ def test_a_draft_head_is_one_for_its_model_and_no_model_itself(run, model, tmp_p
     head = str(write_tiny_head(tmp_path / "head.gguf", Path(model)))
     other = str(write_tiny_head(tmp_path / "other.gguf", write_tiny_model(tmp_path / "other_model.gguf", seed=1)))
     flags = ("generate", "--backend", "native", "-p", "hello", "-n", "12", "--temp", "0")
-    plain = run(*flags, "--draft", "none")
+    plain = run(*flags, "--drafter", "none")
     assert run(*flags, "-md", head).stdout == run(*flags, "-md", other).stdout == plain.stdout
     assert "drafting goes on without" not in run(*flags, "-md", head).stderr
     assert re.search("drafting goes on without head: .* is a draft head for", run(*flags, "-md", other).stderr)
@@ -293,7 +306,7 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                 monkeypatch.setenv(text, "1")
                 if option.resolve_envvar_value(context) is not None:
                     variables.setdefault(name, set()).add(text)
-                    assert f"env var: {text}" in " ".join(context.get_help().split())
+                    assert text == variable_of(*option.opts)
                 monkeypatch.delenv(text)
     assert set(variables) == {"chat", "generate", "profile", "bench", "imatrix", "distill", "evaluate"}
     assert variables["bench"] == {"EDGEINFER_THREADS", "EDGEINFER_BUDGET"}
@@ -677,7 +690,7 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word(model, tmp_path
 
 def test_a_conversation_at_a_terminal(model, tmp_path):
     with sitting_at(model, tmp_path, "-n", "5", "-sys", "be brief") as person:
-        assert "tiny llama" in person.see("Ctrl-D leaves")
+        assert "tiny.gguf | " in person.see("Ctrl-D leaves")
         person.say("hello")
         person.see("tok/s")
         person.say("/stats")

@@ -146,7 +146,7 @@ def test_variables_stand_for_the_flags_and_flags_win(hub, home, tiny, monkeypatc
     monkeypatch.delenv("EDGEINFER_HF_REPO")
     monkeypatch.setenv("EDGEINFER_MODEL_DRAFT", "nowhere.gguf")
     assert run(*asked, "-hfd", "u/r").stderr.count("nowhere") == 0
-    assert "m-Q4_K_M.gguf" in json.loads(run(*asked, "-hf", "u/r").stdout)["model"]
+    assert "EDGEINFER_MODEL_DRAFT: nowhere.gguf: no such file" in run(*asked, "-hf", "u/r", code=3).stderr
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_what_cannot_be_is_one_line_that_says_what_to_do(hub, arguments, code, m
 
 
 def test_a_draft_model_of_an_export_has_a_name_too(home, tiny):
-    arguments = ("export", str(tiny), "--to", "genai", "-o", "out", "--dry-run", "--draft")
+    arguments = ("export", str(tiny), "--to", "genai", "-o", "out", "--dry-run", "-md")
     assert "qwen3:4b: no such file, and no model of that name" in run(*arguments, "qwen3:4b", code=3).stderr
     assert "is a URL: -hf u/r fetches it" in run(*arguments, "hf.co/u/r", code=2).stderr
 

@@ -61,10 +61,10 @@ def test_text_from_a_file_packed_and_not_with_drafts(model: Path, folder: Path) 
     flags = ("-n", "4", "--temp", "0")
     expected = ran("generate", "hello", "-m", plain, *flags).stdout
     head = Path(shutil.copy(write_tiny_head(folder.parent / "h.gguf", plain), folder / f"{ODD} head.gguf"))
-    for more in ([], ["-md", head], ["--draft", str(head)]):
+    for more in ([], ["-md", head]):
         assert ran("generate", "-f", text, "-m", model, *flags, *more).stdout == expected
     ran("pack", model)
-    ran("pack", model, "--verify")
+    ran("pack", model, "--compare")
     assert ran("generate", "hello", "-m", model, *flags).stdout == expected
     assert json.loads(ran("inspect", model, "--json").stdout)["path"] == str(model)
     ran("profile", model, "-md", head)

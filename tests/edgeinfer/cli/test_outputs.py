@@ -12,12 +12,13 @@ import click
 import pytest
 from checkpoints import byte_level
 from click.testing import CliRunner, Result
+from commands import commands
 from split_models import split_model
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli
-from edgeinfer.cli.options import FileName, MayNameFile, OutputName
+from edgeinfer.cli.options import FileName, MayNameFile, OutputName, long_name
 from edgeinfer.common.errors import InvalidArgument
 
 WRITING = {  # each option that writes, with the rest of its command line; MODEL is a GGUF file, TEXT a text
@@ -26,16 +27,13 @@ WRITING = {  # each option that writes, with the rest of its command line; MODEL
     ("bench", "--timeline"): ["MODEL"],
     ("imatrix", "--out"): ["MODEL"],
     ("export", "--out"): ["MODEL", "--to", "gguf"],
+    ("fpga export", "--out"): ["MODEL"],
+    ("fpga unpack", "--out"): ["MODEL"],
     ("distill", "--out"): ["MODEL", "--prompts", "TEXT"],
     ("distill", "--work"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
     ("distill", "--plot"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
 }
-NO_FILE = {"external_data", "unpack", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
-
-
-def commands() -> dict[str, click.Command]:
-    found = {name: cli.main.get_command(click.Context(cli.main), name) for name in cli.COMMANDS}
-    return {name: command for name, command in found.items() if command is not None}
+NO_FILE = {"external_data", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
 
 
 def options() -> list[tuple[str, click.Parameter]]:
@@ -70,13 +68,14 @@ def test_every_option_that_names_a_file_says_whether_it_is_written() -> None:
         if isinstance(option.type, click.Path):
             assert isinstance(option.type, FileName), (command, option.name)
         written = re.match(
-            r"(The file|Plot|GGUF file of the head|Folder for intermediate)", getattr(option, "help", "") or ""
+            r"(The file|The folder to write|Plot|GGUF file of the head|Folder for intermediate)",
+            getattr(option, "help", "") or "",
         )
         assert isinstance(option.type, OutputName) == bool(written), (command, option.name)
 
 
 def test_every_option_that_writes_is_tried_here() -> None:
-    found = {(name, max(each.opts, key=len)) for name, each in options() if isinstance(each.type, OutputName)}
+    found = {(name, long_name(each)) for name, each in options() if isinstance(each.type, OutputName)}
     assert found == set(WRITING)
 
 
@@ -84,10 +83,10 @@ def reading(command: str, flag: str) -> list[str]:
     """What else a command may be told to read."""
     params = commands()[command].params
     return [
-        max(each.opts, key=len)
+        long_name(each)
         for each in params
         if isinstance(each, click.Option) and isinstance(each.type, FileName | MayNameFile)
-        if not isinstance(each.type, OutputName) and max(each.opts, key=len) not in WRITING[command, flag]
+        if not isinstance(each.type, OutputName) and long_name(each) not in WRITING[command, flag]
     ]
 
 
@@ -108,7 +107,7 @@ def test_an_output_is_no_input(command: str, flag: str, other: str, model: Path,
     if other:
         rest += [other, f"64:{read}" if other == "--draft-vocab" else str(read)]
     before = digests(tmp_path)
-    result = run(command, *rest, flag, read if other else model)
+    result = run(*command.split(), *rest, flag, read if other else model)
     said = " ".join(result.stderr.split())
     assert result.exit_code == 2 and "must be another file than those that are read" in said, said
     assert digests(tmp_path) == before
@@ -181,8 +180,8 @@ def test_files_of_a_folder_are_read_but_not_what_was_exported_into_it(tmp_path: 
             result = run(*command, folder, "-o", tmp_path / out)
             assert result.exit_code == 2 and "would overwrite" in result.stderr, (out, result.stderr)
         assert digests(tmp_path) == before
-    for _ in range(2):
-        assert run("export", folder, "--to", "gguf", "-o", folder / "a.gguf", "--no-check").exit_code == 0
+    for more in ([], ["--overwrite"]):
+        assert run("export", folder, "--to", "gguf", "-o", folder / "a.gguf", "--no-check", *more).exit_code == 0
 
 
 def test_a_folder_that_is_replaced_does_not_hold_the_source(model: Path, tmp_path: Path) -> None:
@@ -190,11 +189,33 @@ def test_a_folder_that_is_replaced_does_not_hold_the_source(model: Path, tmp_pat
     out.mkdir()
     source = out / "model.onnx"
     source.write_bytes(model.read_bytes())
-    for to in ("genai", "onnx", "mnn", "fpga"):
+    for command in (*(["export", "--to", to] for to in ("genai", "onnx", "mnn")), ["fpga", "export"]):
         before = digests(tmp_path)
-        result = run("export", source, "--to", to, "-o", out)
-        assert result.exit_code == 2 and "would overwrite" in result.stderr, (to, result.stderr)
+        result = run(*command, source, "-o", out, "--overwrite")
+        assert result.exit_code == 2 and "would overwrite" in result.stderr, (command, result.stderr)
         assert digests(tmp_path) == before
+
+
+def test_an_output_that_is_there_is_replaced_only_if_that_is_asked_for(model: Path, tmp_path: Path) -> None:
+    text, folder = tmp_path / "t.txt", tmp_path / "package"
+    text.write_text("hello world " * 40)
+    folder.mkdir()
+    (folder / "model.onnx").write_bytes(b"mine")
+    for command, out in (
+        (["export", model, "--to", "gguf"], tmp_path / "out.gguf"),
+        (["imatrix", model, "--calibration", text], tmp_path / "i.gguf"),
+        (["export", model, "--to", "onnx"], folder),
+    ):
+        if out != folder:
+            out.write_bytes(b"mine")
+        before = digests(tmp_path)
+        result = run(*command, "-o", out)
+        said = " ".join(result.stderr.split())
+        assert result.exit_code == 2 and f"{out} is there already" in said and "--overwrite" in said, said
+        assert digests(tmp_path) == before
+    for command, out in ((["export", model, "--to", "gguf"], "out.gguf"), (["imatrix", model], "i.gguf")):
+        assert run(*command, "-o", tmp_path / out, "--overwrite").exit_code == 0
+        assert (tmp_path / out).read_bytes() != b"mine"
 
 
 def test_two_outputs_are_two_files(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -13,6 +15,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.cli.chat import chat
+from edgeinfer.cli.model_names import shown_name
 from edgeinfer.cli.settings import Settings
 from edgeinfer.common.errors import ContextOverflow, EdgeInferError, InvalidArgument
 from edgeinfer.sampling import SamplingParams
@@ -37,7 +40,7 @@ def other(tmp_path_factory):
 
 def test_what_shows_answers_is_in_the_memory_plan(model, tmp_path, native):
     """Of the ledger: the process, which has the libraries of the terminal, takes no more than its lines say."""
-    with sitting_at(model, tmp_path, "--backend", "native", "--draft", "none", "-n", "5", main=MAIN) as person:
+    with sitting_at(model, tmp_path, "--backend", "native", "--drafter", "none", "-n", "5", main=MAIN) as person:
         person.see("Ctrl-D leaves")
         person.say("日本 **hello**")
         person.see("tok/s")
@@ -222,6 +225,37 @@ def test_stop_texts_end_a_one_shot_chat(model):
 # ---- /model ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_model_that_is_not_here_is_answered_with_what_to_type_in_the_chat(model, tmp_path):
+    with sitting_at(model, tmp_path, "-n", "3") as person:
+        person.say("/model user/repo:Q8_0")
+        said = person.see("Hugging Face")
+        person.say("/model /nowhere")
+        person.see("error: ")
+        person.say("/model no-such-model")
+        said += person.see("Hugging Face")
+        person.say("/exit")
+        assert person.leave() == 0
+    words = " ".join(said.split())
+    assert "/model hf:user/repo:Q8_0 fetches it" in words and "/model hf:USER/REPO[:QUANT] fetches one" in words
+    assert "-hf" not in words
+
+
+@pytest.mark.parametrize(
+    "flags, itself, shown",
+    [
+        ({"hf_repo": None, "model": Path("/a/b/tiny.gguf")}, "tiny llama", "tiny.gguf"),
+        ({"hf_repo": None, "model": Path("m.gguf")}, "Tiny llama", "m.gguf (Tiny llama)"),
+        ({"hf_repo": None, "model": Path("qwen3:4b")}, "Qwen3 4B", "qwen3:4b"),
+        ({"hf_repo": "Qwen/Qwen3-0.6B-GGUF:Q8_0", "model": None}, "Qwen3 0.6B", "Qwen/Qwen3-0.6B-GGUF:Q8_0"),
+        ({"hf_repo": None, "model": None}, "Smollm2 135M 8k", "SmolLM2-135M.Q4_1"),
+        ({"hf_repo": None, "model": None}, "", "SmolLM2-135M.Q4_1"),
+    ],
+)
+def test_a_chat_calls_its_model_as_it_was_named(flags, itself, shown):
+    engine = SimpleNamespace(path=Path("/models/SmolLM2-135M.Q4_1.gguf"), name=itself)
+    assert shown_name(flags, engine) == shown
+
+
 def test_another_model_goes_on_with_the_conversation(model, other, tmp_path):
     talk = tmp_path / "talk.jsonl"
     with sitting_at(model, tmp_path, "-n", "3", "-s", "1", "-sys", "be brief") as person:
@@ -236,7 +270,7 @@ def test_another_model_goes_on_with_the_conversation(model, other, tmp_path):
         person.say("/model")
         person.see(f"({model})")
         person.say(f"/model {other}")
-        person.see("the other | reference")
+        person.see("(the other) | reference")
         person.say("again")
         person.see("tok/s")
         person.say("/stats")

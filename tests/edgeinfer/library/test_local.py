@@ -387,7 +387,10 @@ def test_a_file_wins_over_a_name_and_a_folder_where_one_may_be_named(full, tiny)
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("nope.gguf", "nope.gguf: no such file; its folder has no .gguf files"),
+        (
+            "nope.gguf",
+            "nope.gguf: no such file; its folder has no .gguf files. `edgeinfer models` lists .* and -hf USER",
+        ),
         ("/nowhere/mine.gguf", "no such file: there is no folder /nowhere"),
         ("./mine", "mine: no such file; its folder has"),
         ("~/mine", "mine: no such file; its folder has"),

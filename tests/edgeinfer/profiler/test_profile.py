@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
+from edgeinfer.cli.profile_text import profile_lines
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.sizes import parse_amount
 from edgeinfer.loading import plan as load_plan
@@ -57,7 +58,7 @@ def test_the_table_is_the_ledger_and_json_has_all_of_it(tiny):
     assert sum(item.planned for item in found.ledger.items) == found.ledger.planned
     purposes = {item.purpose for item in found.ledger.items}
     assert {"process", "weights", "KV cache", "activations", "drafters"} <= purposes
-    output = run(tiny, "-c", 64, "--json", "--fit", "1GiB")
+    output = run(tiny, "-c", 64, "--json", "--fit-into", "1GiB")
     record = json.loads(output.stdout)
     assert output.exit_code == 0
     sizes = {item["purpose"]: item["planned"] for item in record["ledger"]["items"]}
@@ -96,12 +97,22 @@ def test_a_shorter_context_is_listed_where_the_trained_one_does_not_fit(tmp_path
     assert edgeinfer.profile(model, **vars(whole)).ledger.peak > budget
 
 
+def test_the_only_settings_that_fit_are_said_as_flags_that_load_them(tiny):
+    found = edgeinfer.profile(tiny, fit="1GiB", n_ctx=64, draft="none")
+    text, row = "\n".join(profile_lines(found)), found.fit[0].settings
+    assert len(found.fit) == 1
+    said = f"Only this fits into 1024 MiB: -c {row.n_ctx} --cache-type f16 -ub {row.n_batch} --drafter none\n"
+    assert said in text and "tokens/s are expected." in text
+    several = "\n".join(profile_lines(replace(found, fit=found.fit * 2)))
+    assert "Only this" not in several and "-c   cache type  drafts  -ub" in several
+
+
 def test_a_model_larger_than_the_machine_is_profiled_and_exit_code_4_says_so(tiny):
     found = edgeinfer.profile(tiny, memory="1MiB")
     assert not found.fits and found.ledger.peak > 1 << 20
     output = run(tiny, "--memory", "1MiB")
     assert output.exit_code == 4 and "too few" in output.stdout and "weights" in output.stdout
-    output = run(tiny, "--fit", "1MiB")
+    output = run(tiny, "--fit-into", "1MiB")
     assert output.exit_code == 4 and "no settings fit" in output.stderr
     broken = tiny.with_name("broken.gguf")
     broken.write_bytes(tiny.read_bytes()[:100])
@@ -184,8 +195,8 @@ def test_other_texts_are_no_sizes(text):
 
 
 def test_flags_of_drafts_mean_the_same_as_for_a_chat(tiny):
-    assert run(tiny, "--draft", "none", "-md", tiny).exit_code == 2
-    record = json.loads(run(tiny, "--draft", "suffix", "-md", tiny, "--json").stdout)
+    assert run(tiny, "--drafter", "none", "-md", tiny).exit_code == 2
+    record = json.loads(run(tiny, "--drafter", "suffix", "-md", tiny, "--json").stdout)
     assert record["drafters"]["names"] == ["suffix", "model"]
 
 
@@ -216,5 +227,5 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
 
 
 def test_the_check_is_not_of_another_machine(tiny):
-    output = run(tiny, "--verify", "--bandwidth", "10GB/s")
+    output = run(tiny, "--measure", "--bandwidth", "10GB/s")
     assert output.exit_code == 2 and "leave out bandwidth" in output.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from distill_arguments import with_config
 from drafting import FixedCosts
 from numpy.testing import assert_array_equal
 from parts import missing
@@ -33,8 +34,9 @@ from edgeinfer.training.objective import Objective
 from edgeinfer.training.rounding import rounded
 from edgeinfer.training.trainer import Schedule
 
-FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6 --lr 3e-3".split()
-FAST += "--steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4 --threads 1 --tasks 12".split()
+FAST = "--tokens 1500 --max-tokens 40 --context 96 --draft-vocab 96 --batch-tokens 480 --n-held 6".split()
+FAST += "--learning-rate 3e-3 --steps 2 --epochs 3 --rounds 1 --taps auto --evaluate-every 4".split()
+FAST += "--threads 1 --tasks 12".split()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +59,8 @@ def work(given: Path) -> Path:
 
 def run(given: Path, out: Path, *options: object) -> Result:
     arguments = ["distill", given / "m.gguf", "--prompts", given / "p.jsonl", "--out", out, *FAST, *options]
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="edgeinfer")
+    config = out.with_name(f"{out.name}.toml") if out.parent.is_dir() else given / "config.toml"
+    return CliRunner().invoke(main, with_config(arguments, config), prog_name="edgeinfer")
 
 
 def fresh(work: Path, folder: Path) -> Path:
@@ -75,7 +78,9 @@ def weights(head: Path) -> dict[str, bytes]:
 
 
 def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path: Path) -> None:
-    untrained = run(given, tmp_path / "a.gguf", "--work", fresh(work, tmp_path / "a"), "--lr", "1e-12", "--json")
+    untrained = run(
+        given, tmp_path / "a.gguf", "--work", fresh(work, tmp_path / "a"), "--learning-rate", "1e-12", "--json"
+    )
     plot = ["--plot", tmp_path / "b.png"] if importlib.util.find_spec("matplotlib") else []
     trained = run(given, tmp_path / "b.gguf", "--work", fresh(work, tmp_path / "b"), "--json", *plot)
     assert untrained.exit_code == trained.exit_code == 0, untrained.output + trained.output
@@ -95,15 +100,15 @@ def test_a_head_learns_to_foretell_its_target(given: Path, work: Path, tmp_path:
 
 def test_training_goes_on_from_a_head(given: Path, work: Path, tmp_path: Path) -> None:
     first, folder = given / "first.gguf", fresh(work, tmp_path / "a")
-    result = run(given, tmp_path / "a.gguf", "--work", folder, "--init", first, "--lr", "1e-12", "--json")
+    result = run(given, tmp_path / "a.gguf", "--work", folder, "--init", first, "--learning-rate", "1e-12", "--json")
     assert result.exit_code == 0, result.output
     report, before = json.loads(result.stdout), json.loads((given / "first.json").read_text())
     assert report["match_by_depth"][0] == pytest.approx(before["match_by_depth"][0], abs=0.02)
     assert report["settings"]["init"] == "first.gguf"
-    again = run(given, tmp_path / "a.gguf", "--work", folder, "--lr", "1e-12")
+    again = run(given, tmp_path / "a.gguf", "--work", folder, "--learning-rate", "1e-12")
     assert again.exit_code == 2 and "init" in again.output
     other = run(given, tmp_path / "b.gguf", "--work", tmp_path / "b", "--init", first, "--blocks", "2")
-    assert other.exit_code == 3 and "found 1 blocks; name its --blocks and --taps" in other.output
+    assert other.exit_code == 3 and "found 1 blocks; give its blocks and taps (--config)" in other.output
     assert not (tmp_path / "b").exists()
 
 
@@ -138,7 +143,7 @@ def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp
     (other / "texts.json").unlink()
     for key, value, words in [
         ("target", "0123456789abcdef0123", "found those of the target '0123456789abcdef"),
-        ("context", 97, "has texts of up to 97 tokens: --context is 96"),
+        ("context", 97, "has texts of up to 97 tokens: --ctx-size is 96"),
     ]:
         (other / "texts.json").write_text(json.dumps(facts | {key: value}))
         result = run(given, tmp_path / "h.gguf", *options, other)
@@ -244,7 +249,8 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
         path.unlink()
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command += ["--no-python", sys.executable, "-c", "from edgeinfer.cli import main; main()", "distill"]
-    command += [given / "m.gguf", "--prompts", given / "p.jsonl", "--out", tmp_path / "h.gguf", "--work", folder, *FAST]
+    command += [given / "m.gguf", "--prompts", given / "p.jsonl", "--out", tmp_path / "h.gguf", "--work", folder]
+    command += with_config(FAST, tmp_path / "config.toml")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     group = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment, process_group=0)
     try:
@@ -261,14 +267,14 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "options, code, words",
     [
-        (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --context 96"),
+        (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --ctx-size 96"),
         (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
         (["--seed", "2"], 2, "was made with"),
         (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', expected is 'adamw'"),
         (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, expected is 0"),
         (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, expected is 5"),
         (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], expected is [1]"),
-        (["--taps", "0"], 2, "--taps must be at most 16 layers in ascending order up to the last one, 1"),
+        (["--taps", "0"], 2, "taps must be at most 16 layers in ascending order up to the last one, 1"),
         (["--taps", "1,0,1"], 2, "found '1,0,1'"),
         (["--taps", "early"], 2, "found 'early'"),
         (["--type", "q4_k"], 2, "'q4_k' is not one of 'f16', 'q8_0', 'q4_0'"),

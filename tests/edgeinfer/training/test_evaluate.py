@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from distill_arguments import with_config
 from parts import missing
 from tiny_heads import write_tiny_eagle3
 from tiny_models import write_tiny_model
@@ -17,7 +18,7 @@ if importlib.util.find_spec("torch") is None:
 from edgeinfer.cli import main
 
 COMMON = "--max-tokens 40 --context 160 --threads 1 --json".split()
-TRAIN = "--tokens 1500 --draft-vocab 96 --batch-tokens 480 --lr 3e-3 --steps 2 --epochs 3".split()
+TRAIN = "--tokens 1500 --draft-vocab 96 --batch-tokens 480 --learning-rate 3e-3 --steps 2 --epochs 3".split()
 
 
 def run(*arguments: object) -> Result:
@@ -37,7 +38,8 @@ def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (folder / "p.jsonl").write_text("\n".join(map(line, range(40))))
     (folder / "q.jsonl").write_text("\n".join(map(line, range(40, 48))))
     files = ["--prompts", folder / "p.jsonl", "--held-out", folder / "q.jsonl", "--out", folder / "h.gguf"]
-    result = run("distill", folder / "m.gguf", *files, *TRAIN, *COMMON, "--taps", request.param)
+    options = with_config([*files, *TRAIN, *COMMON, "--taps", request.param], folder / "config.toml")
+    result = run("distill", folder / "m.gguf", *options)
     assert result.exit_code == 0, result.output
     return folder
 
@@ -94,6 +96,6 @@ def test_what_cannot_be_judged_is_refused(given: Path, tmp_path: Path) -> None:
     result = refused(given / "m.gguf", eagle3)
     assert result.exit_code == 3 and "must be a head of the form 'draft-head' to be judged" in result.stderr
     result = refused(given / "m.gguf", given / "h.gguf", "--context", "40")
-    assert result.exit_code == 2 and "--max-tokens 40 must leave room for a prompt in --context 40" in result.stderr
+    assert result.exit_code == 2 and "--max-tokens 40 must leave room for a prompt in --ctx-size 40" in result.stderr
     result = refused(given / "m.gguf", given / "h.gguf", "--context", "32", "--max-tokens", "4")
-    assert result.exit_code == 2 and "--context 32 leaves no room for an answer to a prompt" in result.stderr
+    assert result.exit_code == 2 and "--ctx-size 32 leaves no room for an answer to a prompt" in result.stderr

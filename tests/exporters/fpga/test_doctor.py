@@ -1,4 +1,4 @@
-"""`edgeinfer export --check` and `--unpack`: faults of a folder that only a model shows, and the command line."""
+"""`edgeinfer fpga check` and `unpack`: faults of a folder that only a model shows, and the command line."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def run(*arguments: str | Path) -> Result:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("board")
     source = write_tiny_model(folder / "a.gguf", "bitnet-b1.58", "I2_S", n_layers=1)
-    result = run("export", source, "--to", "fpga", "--out", folder / "out", "--golden", "1", "--no-check")
+    result = run("fpga", "export", source, "--out", folder / "out", "--golden", "1", "--no-check")
     assert result.exit_code == 0, result.output
     return folder / "out"
 
@@ -68,7 +68,7 @@ def rename(folder: Path, name: str) -> None:
 
 
 def test_a_whole_folder_passes(folder: Path) -> None:
-    result = run("export", "--check", folder)
+    result = run("fpga", "check", folder)
     assert result.exit_code == 0, result.output
     assert "4 matrices readable, 4 golden vectors of 4 matrices equal to the products of the weights" in result.stdout
 
@@ -112,25 +112,27 @@ def test_a_whole_folder_passes(folder: Path) -> None:
 )
 def test_each_fault_has_its_message(folder: Path, damage: Callable[[Path], object], words: str) -> None:
     damage(folder)
-    result = run("export", "--check", folder)
+    result = run("fpga", "check", folder)
     assert result.exit_code == 3 and words in result.output, result.output
     assert "Traceback" not in result.output
 
 
 def test_what_is_no_such_folder_is_told(tmp_path: Path) -> None:
-    result = run("export", "--check", tmp_path)
-    assert result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer export" in result.stderr
-    result = run("export", "--check", tmp_path / "nothing")
+    result = run("fpga", "check", tmp_path)
+    assert (
+        result.exit_code == 3 and "has no manifest.json: this is no folder of `edgeinfer fpga export`" in result.stderr
+    )
+    result = run("fpga", "check", tmp_path / "nothing")
     assert result.exit_code == 3 and "nothing: has no manifest.json" in result.stderr
     (tmp_path / "a.gguf").write_bytes(b"")
-    result = run("export", "--unpack", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
+    result = run("fpga", "unpack", tmp_path / "a.gguf", "-o", tmp_path / "b.gguf")
     assert result.exit_code == 3 and "has no manifest.json" in result.stderr
 
 
 def test_all_faults_are_told(folder: Path) -> None:
     flip(folder, "golden/layers.0.down.y.bin", 0)
     flip(folder, "weights.2.bin", 9, False)
-    result = run("export", "--check", folder)
+    result = run("fpga", "check", folder)
     assert "weights.2.bin: sha256" in result.stdout and "golden vector 0 of layers.0.down" in result.output
 
 
@@ -138,7 +140,9 @@ def test_a_changed_folder_is_not_unpacked_and_a_file_is_not_half_written(folder:
     out = folder.parent / "a.gguf"
     out.write_bytes(b"mine")
     flip(folder, "weights.0.bin", 1, False)
-    result = run("export", "--unpack", folder, "-o", out)
+    kept = run("fpga", "unpack", folder, "-o", out)
+    assert kept.exit_code == 2 and f"{out} is there already" in kept.stderr and out.read_bytes() == b"mine"
+    result = run("fpga", "unpack", folder, "-o", out, "--overwrite")
     assert result.exit_code == 3 and "weights.0.bin: sha256 must be" in result.stderr and out.read_bytes() == b"mine"
 
 
@@ -147,36 +151,31 @@ def test_what_gguf_cannot_hold_is_given_back_as_arrays(tmp_path: Path, rng: np.r
     scales = rng.random(5, dtype=np.float32)
     (tmp_path / "out").mkdir()
     write_folder(tmp_path / "out", Geometry("2bit", 2, 2, 1), {"m": (trits, scales)}, n_golden=0)
-    result = run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "m.gguf")
+    result = run("fpga", "unpack", tmp_path / "out", "--out", tmp_path / "m.gguf")
     assert (
         result.exit_code == 3 and "tensor m: TQ2_0 needs rows of a multiple of 256 inputs: found 100" in result.stderr
     )
     (tmp_path / "wide").mkdir()
     write_folder(tmp_path / "wide", Geometry("2bit", 2, 2, 1), {"m": (np.tile(trits, 3)[:, :256], scales)}, n_golden=0)
-    result = run("export", "--unpack", tmp_path / "wide", "--out", tmp_path / "m.gguf")
+    result = run("fpga", "unpack", tmp_path / "wide", "--out", tmp_path / "m.gguf")
     assert result.exit_code == 3 and "tensor m: TQ2_0 has scales in float16, which these are not" in result.stderr
-    assert run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "m.npz").exit_code == 0
+    assert run("fpga", "unpack", tmp_path / "out", "--out", tmp_path / "m.npz").exit_code == 0
     with np.load(tmp_path / "m.npz") as arrays:
         assert np.array_equal(arrays["m"], trits) and np.array_equal(arrays["m.scales"], scales)
-    result = run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "m.bin")
+    result = run("fpga", "unpack", tmp_path / "out", "--out", tmp_path / "m.bin")
     assert result.exit_code == 2 and "--out must end in .gguf or .npz" in result.stderr
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((), "Missing option '--to'"),
-        (("--check",), "Missing option '--to'"),
-        (("--no-check",), "Missing option '--to'"),
-        (("--unpack",), "Missing option '-o' / '--out'"),
-        (("--to", "fpga"), "Missing option '-o' / '--out'"),
-        (("--unpack", "--to", "fpga", "-o", "x"), "--unpack reads a folder that --to fpga wrote: leave --to out"),
-        (("--to", "ternary", "-o", "x", "--rows", "4"), "--rows goes with --to fpga, not with --to ternary"),
-        (("--to", "fpga", "-o", "x", "--tables", "3"), "tables must be a power of two"),
-        (("--to", "fpga", "-o", "x", "--board", "none"), "there is no board 'none'"),
+        (("export",), "Missing option '-o' / '--out'"),
+        (("unpack",), "Missing option '-o' / '--out'"),
+        (("export", "-o", "x", "--tables", "3"), "tables must be a power of two"),
+        (("export", "-o", "x", "--board", "none"), "there is no board 'none'"),
     ],
 )
-def test_options_that_do_not_go_together_are_told(arguments: tuple[str, ...], words: str, written: Path) -> None:
-    source = written.parent / "a.gguf"
-    result = run("export", source, *(str(written.parent / "x") if each == "x" else each for each in arguments))
+def test_what_is_wrong_with_options_is_told(arguments: tuple[str, ...], words: str, written: Path) -> None:
+    command, *rest = (str(written.parent / "x") if each == "x" else each for each in arguments)
+    result = run("fpga", command, written.parent / "a.gguf", *rest)
     assert result.exit_code == 2 and words in result.stderr, result.output

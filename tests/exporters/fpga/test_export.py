@@ -1,4 +1,4 @@
-"""`edgeinfer export --to fpga`: what is written, what is refused, and the way back."""
+"""`edgeinfer fpga export`: what is written, what is refused, and the way back."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def export(source: Path, out: Path, *options: str) -> Result:
-    result = run("export", source, "--to", "fpga", "--board", "kv260", "--out", out, *options)
+    result = run("fpga", "export", source, "--board", "kv260", "--out", out, *options)
     assert result.exit_code == 0, result.output
     return result
 
@@ -52,7 +52,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def written(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("board") / "out"
-    export(tiny, out, "--embeddings", "bf16", "--rescored", "1000")
+    export(tiny, out, "--embedding-type", "bf16", "--shortlist", "1000")
     return out
 
 
@@ -84,7 +84,7 @@ def test_all_matrices_are_in_the_streams_and_come_back(
             assert_array_equal(folder.trits(tensor.name)[part.first : part.last], trits)
             assert folder.scales(tensor.name)[part.first : part.last].tolist() == [scale] * len(trits)
     out = tmp_path / "back.gguf"
-    assert run("export", "--unpack", path, "--out", out).exit_code == 0
+    assert run("fpga", "unpack", path, "--out", out).exit_code == 0
     with ModelFile.open(tiny) as before, ModelFile.open(out) as after:
         assert set(after.tensors) == set(expected)
         for name in expected:
@@ -101,7 +101,7 @@ def test_a_packed_checkpoint_comes_back_as_arrays(tmp_path: Path, rng: np.random
     export(model, tmp_path / "out", "--rows", "8", "--tables", "8", "--no-check")
     ternary = tmp_path / "i2_s.gguf"
     assert run("export", model, "--to", "ternary", "--out", ternary).exit_code == 0
-    assert run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "back.npz").exit_code == 0
+    assert run("fpga", "unpack", tmp_path / "out", "--out", tmp_path / "back.npz").exit_code == 0
     with np.load(tmp_path / "back.npz") as arrays:
         for name, (trits, scale) in trits_of(ternary).items():
             assert_array_equal(arrays[name], trits)
@@ -117,7 +117,7 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
     floats = {"token_embd": "F16", "output": "F16"}
     one = write_tiny_model(tmp_path / "one.gguf", "llama", "TQ2_0", n_ff=256, types=floats)
     assert "the CPU then rounds activations in blocks" in export(one, tmp_path / "out").stderr
-    assert run("export", "--unpack", tmp_path / "out", "--out", tmp_path / "back.gguf").exit_code == 0
+    assert run("fpga", "unpack", tmp_path / "out", "--out", tmp_path / "back.gguf").exit_code == 0
     with ModelFile.open(one) as before, ModelFile.open(tmp_path / "back.gguf") as after:
         for name, info in after.tensors.items():
             assert info.type == GGMLType.TQ2_0
@@ -126,7 +126,7 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
                 dequantize(info.type, before.data(name), info.shape),
             )
     several = write_tiny_model(tmp_path / "several.gguf", "llama", "TQ2_0", n_ff=512, types=floats)
-    result = run("export", several, "--to", "fpga", "--out", tmp_path / "no")
+    result = run("fpga", "export", several, "--out", tmp_path / "no")
     assert result.exit_code == 3 and not (tmp_path / "no").exists()
     assert "tensor blk.0.ffn_down.weight: each row must have one scale: found 2 in row 0" in result.stderr
 
@@ -144,12 +144,12 @@ def test_rows_of_one_scale_each_are_taken_and_others_refused_by_name(tmp_path: P
 )
 def test_a_model_that_no_board_runs_is_refused(architecture: str, type: str, words: str, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "a.gguf", architecture, type)  # type: ignore[arg-type]
-    result = run("export", source, "--to", "fpga", "--out", tmp_path / "out")
+    result = run("fpga", "export", source, "--out", tmp_path / "out")
     assert result.exit_code == 3 and words in result.stderr, result.output
 
 
 def test_the_same_model_gives_the_same_files(tiny: Path, written: Path, tmp_path: Path) -> None:
-    export(tiny, tmp_path / "again", "--embeddings", "bf16", "--rescored", "1000", "--no-check")
+    export(tiny, tmp_path / "again", "--embedding-type", "bf16", "--shortlist", "1000", "--no-check")
     files = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
     assert len(files) > 30
     for file in files:
@@ -168,7 +168,7 @@ def test_the_plan_has_the_bytes_that_are_written(tiny: Path, written: Path, tmp_
         < sum(path.stat().st_size for path in (written / "golden").iterdir()) / plan.files[tmp_path / "out" / "golden"]
         <= 1
     )
-    dry = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--dry-run")
+    dry = run("fpga", "export", tiny, "--out", tmp_path / "out", "--dry-run")
     assert "bits a ternary weight with padding" in dry.stdout and "tokens/s (model, not measured)" in dry.stdout
     assert not (tmp_path / "out").exists()
 
@@ -259,7 +259,7 @@ def test_rotations_are_sines_and_cosines() -> None:
 def test_a_folder_with_other_files_is_not_replaced(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "pytorch_model.bin").write_bytes(b"mine")
-    result = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out")
+    result = run("fpga", "export", tiny, "--out", tmp_path / "out", "--overwrite")
     assert result.exit_code != 0 and "This folder has other files, such as 'pytorch_model.bin'" in result.stderr
 
 
@@ -271,14 +271,14 @@ def test_a_fault_leaves_the_older_folder(tiny: Path, tmp_path: Path, monkeypatch
         raise UnsupportedModel("no")
 
     monkeypatch.setattr(writing, "_write_embeddings", fail)
-    assert run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "1").exit_code == 3
+    assert run("fpga", "export", tiny, "--out", tmp_path / "out", "--overwrite", "--golden", "1").exit_code == 3
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_embeddings_in_three_values_are_refused_by_name(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", types={"token_embd": "I2_S"})
-    result = run("export", source, "--to", "fpga", "--out", tmp_path / "out", "--dry-run")
+    result = run("fpga", "export", source, "--out", tmp_path / "out", "--dry-run")
     assert result.exit_code == 3 and "tensor token_embd.weight must not be ternary: found I2_S" in result.stderr
 
 
@@ -298,7 +298,7 @@ def test_a_tensor_that_would_be_left_out_is_refused_by_name(tiny: Path) -> None:
 def test_rotations_have_the_scaling_of_the_context(scaling: dict[str, str | float], tmp_path: Path) -> None:
     is_yarn = scaling["type"] == "yarn"
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "I2_S", rope_scaling=scaling, rope_freqs=not is_yarn)
-    result = run("export", source, "--to", "fpga", "-o", tmp_path / "out", "-c", "600", "--no-check", "--golden", "0")
+    result = run("fpga", "export", source, "-o", tmp_path / "out", "-c", "600", "--no-check", "--golden", "0")
     assert result.exit_code == 0 and "trained on 512 positions, fewer than the 600" in result.stderr, result.output
     with ModelFile.open(source) as file:
         rope = read_spec(file).layers[0].mixer.rope
@@ -313,17 +313,17 @@ def test_what_is_written_is_compared_with_the_source(
 ) -> None:
     packed = writing._packed
     monkeypatch.setattr(writing, "_packed", lambda *of: replace(packed(*of), scales=2 * packed(*of).scales))
-    result = run("export", tiny, "--to", "fpga", "--out", tmp_path / "out", "--golden", "0")
+    result = run("fpga", "export", tiny, "--out", tmp_path / "out", "--golden", "0")
     assert result.exit_code == 3 and not (tmp_path / "out").exists()
     assert "layers.0.qkv: scales must be those of the source: found others" in result.stderr
 
 
 def test_values_of_callers_are_checked(tmp_path: Path) -> None:
     for more, n_ctx, words in (
-        ({"embeddings": "int4"}, None, "--embeddings must be int8 or bf16: found 'int4'"),
+        ({"embeddings": "int4"}, None, "--embedding-type must be int8 or bf16: found 'int4'"),
         ({"golden": -1}, None, "--golden must be an integer in 0..4096: found -1"),
-        ({"rescored": 1.5}, None, "--rescored must be an integer"),
-        ({}, 1 << 21, "--ctx must be at most 1048576"),
+        ({"rescored": 1.5}, None, "--shortlist must be an integer"),
+        ({}, 1 << 21, "--ctx-size must be at most 1048576"),
     ):
         with pytest.raises(InvalidArgument, match=words):
             BoardOptions.of(Request(tmp_path, tmp_path, n_ctx=n_ctx, more=more))

@@ -99,7 +99,7 @@ def test_experts_of_mxfp4_pass_through_and_what_is_quantised_twice_is_said(tmp_p
 def test_ternary_matrices_are_copied_unless_floats_are_asked_for(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "a.gguf", "llama", "TQ2_0", types={"output": "F16", "token_embd": "F16"})
     for type, expected in (("Q4_K_M", "TQ2_0"), ("F16", "F16")):
-        result = run(source, "--type", type, "-o", tmp_path / "b.gguf", "--no-check")
+        result = run(source, "--type", type, "-o", tmp_path / "b.gguf", "--overwrite", "--no-check")
         assert result.exit_code == 0, result.output
         with ModelFile.open(tmp_path / "b.gguf") as file:
             assert file.tensors["blk.0.ffn_up.weight"].type.name == expected
@@ -127,7 +127,7 @@ def test_the_manifest_says_what_was_read_and_written_and_is_the_same_again(
         folder.mkdir()
         (folder / "b.gguf").write_bytes(b"what was there before")
         manifest_module.sha256_of(folder / "b.gguf")
-        assert run(source, "--type", "F32", "-o", folder / "b.gguf", "--no-check").exit_code == 0
+        assert run(source, "--type", "F32", "-o", folder / "b.gguf", "--overwrite", "--no-check").exit_code == 0
         texts.append((folder / "b.gguf.manifest.json").read_text())
     assert texts[0] == texts[1]
     manifest = json.loads(texts[0])
@@ -203,7 +203,7 @@ def test_a_killed_export_leaves_the_old_file_and_resuming_gives_the_same_bytes(
         child = os.fork()
         if child == 0:
             _Limited(pytest.MonkeyPatch(), n_bytes, lambda: os._exit(9))
-            run(source, "--type", "Q8_0", "-o", out, "--no-check")
+            run(source, "--type", "Q8_0", "-o", out, "--overwrite", "--no-check")
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         assert out.read_bytes() == b"what was there before"
@@ -211,7 +211,7 @@ def test_a_killed_export_leaves_the_old_file_and_resuming_gives_the_same_bytes(
         with monkeypatch.context() as patched:
             write = _Counted(partial_module.PartialFile._write)
             patched.setattr(partial_module.PartialFile, "_write", lambda self, tensor, write=write: write(self, tensor))
-            assert run(source, "--type", "Q8_0", "-o", out, "--no-check", "--resume").exit_code == 0
+            assert run(source, "--type", "Q8_0", "-o", out, "--overwrite", "--no-check", "--resume").exit_code == 0
         with ModelFile.open(out) as file:
             assert write.n_calls == len(file.tensors) - n_tensors  # what was done is not done again
         assert out.read_bytes() == whole.read_bytes()
@@ -276,7 +276,7 @@ def test_an_output_whose_source_is_gone_has_its_manifest_or_is_not_there(
     assert {each["name"]: each["sha256"] for each in found} == hashes
 
 
-@pytest.mark.parametrize("flag", ["--size", "--fit"])
+@pytest.mark.parametrize("flag", ["--size", "--fit-into"])
 @pytest.mark.parametrize("text", ["abc", "50%", "auto", "-5", "0", "9e99GB", "1.5", ""])
 def test_a_size_says_the_form_that_it_has(flag: str, text: str, source: Path, tmp_path: Path) -> None:
     result = run(source, "--type", "auto", f"{flag}={text}", "-o", tmp_path / "b.gguf")
@@ -382,10 +382,10 @@ def test_what_has_no_room_is_refused_with_the_shortfall(
     "arguments, words",
     [
         (["--size", "1MB"], "--size goes with --type auto, not with --type (none)"),
-        (["--type", "auto", "--size", "1MB", "--fit", "1GB"], "--size and --fit both say"),
+        (["--type", "auto", "--size", "1MB", "--fit-into", "1GB"], "--size and --fit-into both say"),
         (["--type", "Q8_0", "--calibration", "x.txt"], "--calibration goes with --imatrix auto or --type auto"),
         (["--imatrix", "SOURCE"], "--imatrix goes with --type"),
-        (["--draft", "ngram"], "--draft goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
+        (["--drafter", "ngram"], "--drafter goes with --to genai, litertlm, mnn or pte, not with --to gguf"),
         (["--type", "Q9"], "there is no type 'Q9'"),
         (["--type", "auto"], "--type auto needs --size"),
         (["--type", "auto", "--size", "1MB", "--cost", "fast"], "--cost must be verify:N"),
