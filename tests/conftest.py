@@ -49,9 +49,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _costs_are_kept() -> Iterator[None]:
-    """Other tests run meanwhile: costs that were measured beside them are kept all the same."""
+    """Other tests run meanwhile: costs and speeds that were measured beside them are kept all the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("edgeinfer.speculation.calibration.MOST_SHARE", float("inf"))
+        patch.setattr("edgeinfer.offload.control.MOST_OF_OTHERS", float("inf"))
         yield
 
 

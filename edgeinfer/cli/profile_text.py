@@ -11,7 +11,7 @@ from edgeinfer.profiler.fit import BEST, Fitted
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.report import AtCache, AtContext, Profile
 from edgeinfer.profiler.speed import Speed
-from edgeinfer.speculation.draft_names import FREE_DRAFTERS
+from edgeinfer.speculation.draft_names import MODEL_FREE
 
 _ORIGINS = {
     "calibrated": "passes of this model, timed here when it last drafted",
@@ -25,7 +25,7 @@ _HIT_ORIGINS = {
     "traces": "from recorded routing of other models",
 }
 _MOST_FITTING = 16  # rows
-_DRAFTER_NAMES = ("auto", "none", *FREE_DRAFTERS)
+_DRAFTER_NAMES = ("auto", "none", *MODEL_FREE)
 
 
 def profile_lines(found: Profile) -> Iterator[str]:

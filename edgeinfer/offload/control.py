@@ -22,7 +22,7 @@ from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_k
 _OBSERVED = 17  # passes, in one of which experts are predicted only to count; no multiple of a window's
 _COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something
 _BLOCK = 8  # passes of one row that count together for the speed, or not, as other programs work meanwhile
-_MOST_OF_OTHERS = 0.25  # cores that others may use while passes count
+MOST_OF_OTHERS = 0.25  # cores that others may use while passes count
 
 
 class ExpertCache(Protocol):
@@ -90,7 +90,7 @@ class _QuietSpeed:
         self._n_open += 1
         self._open_seconds += seconds
         if self._n_open == _BLOCK:
-            if self._meter.load() <= _MOST_OF_OTHERS:
+            if self._meter.load() <= MOST_OF_OTHERS:
                 self.n_passes += self._n_open
                 self.seconds += self._open_seconds
             self.begin()

@@ -10,7 +10,7 @@ import pytest
 
 from edgeinfer.common.types import ExpertSizes
 from edgeinfer.offload import control
-from edgeinfer.offload.control import ExpertControl, control_experts
+from edgeinfer.offload.control import MOST_OF_OTHERS, ExpertControl, control_experts
 from edgeinfer.offload.size_search import load_search
 from edgeinfer.offload.usage import load_usage
 
@@ -97,6 +97,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCache:
     monkeypatch.setattr(control, "time", SimpleNamespace(perf_counter=lambda: made.now))
     clock = SimpleNamespace(now=lambda: made.now, own=lambda: made.now, all=lambda: made.now + made.others)
     monkeypatch.setattr(control, "MachineClock", lambda: clock)
+    monkeypatch.setattr(control, "MOST_OF_OTHERS", MOST_OF_OTHERS)  # conftest.py has changed it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
