@@ -158,6 +158,7 @@ _MODEL_OPTIONS = (
     draft_option,
     load_option("draft_device"),
     load_option("draft_max", type=click.IntRange(0)),
+    load_option("draft_memory", type=FileName()),
     load_option("backend", type=click.Choice(get_args(BackendName))),
     load_option("fpga_folder", type=FileName()),
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgeinfer.errors import InvalidArgument
 
-FREE_DRAFTERS = ("suffix", "recycling")  # those without a model
+FREE_DRAFTERS = ("suffix", "answers", "recycling")  # those without a model
 
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:

@@ -18,6 +18,10 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
 from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.draft_names import drafters_named
+from edgeinfer.speculation.drafters.answer_file import AnswerFile
+from edgeinfer.speculation.drafters.answers import LEAST_TOKENS as LEAST_ANSWER_TOKENS
+from edgeinfer.speculation.drafters.answers import MOST_TOKENS as MOST_ANSWER_TOKENS
+from edgeinfer.speculation.drafters.answers import AnswersDrafter
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
@@ -43,6 +47,7 @@ class DraftPlan:
     those that cannot be used, with the reason.  file, spec: of the draft model or the head, None without one.  plan: of
     it on the CPU, None where it is not to run there.  places: other devices for it, with a plan for each.  is_auto:
     they are used only where they are faster than the CPU.  draft_max: most draft tokens that a pass verifies.
+    answers: the file that keeps earlier answers, None for none.
     """
 
     tables: dict[str, int]
@@ -55,6 +60,7 @@ class DraftPlan:
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True
     draft_max: int = DEFAULT_DRAFT_MAX
+    answers: AnswerFile | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -85,6 +91,7 @@ class DraftChoice:
     file: ModelFile | None = None
     spec: ModelSpec | HeadSpec | None = None
     places: list[DraftDevice] = field(default_factory=list)
+    answers: AnswerFile | None = None
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""
@@ -114,7 +121,11 @@ class DraftChoice:
         """Tokens or rows of the tables by drafter, see FitSettings.tables."""
         if tables is None:
             return {}
-        most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
+        most = {
+            SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx),
+            AnswersDrafter.name: MOST_ANSWER_TOKENS,
+            RecyclingDrafter.name: MOST_ROWS,
+        }
         return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.free}
 
     def table_bytes(self, n_ctx: int, tables: int | None) -> int:
@@ -138,7 +149,7 @@ class DraftChoice:
         tables, places: see FitSettings.
         """
         sizes = self.table_sizes(plan.n_ctx, tables)
-        planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
+        planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max, answers=self.answers)
         planned.dropped.update(self.dropped)
         n_bytes = _table_bytes(sizes, plan.n_ctx)
         if self.file is not None and places != "none":
@@ -172,7 +183,11 @@ class DraftChoice:
         planned.add(max(choices, key=lambda each: sum(each.values()), default={}))
 
 
-_LEAST = {SuffixDrafter.name: LEAST_TOKENS, RecyclingDrafter.name: LEAST_ROWS}
+_LEAST = {
+    SuffixDrafter.name: LEAST_TOKENS,
+    AnswersDrafter.name: LEAST_ANSWER_TOKENS,
+    RecyclingDrafter.name: LEAST_ROWS,
+}
 """Tokens or rows below which a table drafts too little to pay: the lower bound that SpecMemo (Yildirim and Chen,
 arXiv:2506.01986) asks of each drafter. A draft model or a head has no smaller size: it is used whole or not at all.
 """
@@ -186,17 +201,22 @@ def find_drafters(
     n_threads: int,
     draft_device: str = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
+    draft_memory: Path | None = None,
 ) -> DraftChoice:
     """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
     "auto" includes the head that this package ships for the target, if there is one.  plan: of the target as it is
     wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
-    tokens that a pass is to verify.
+    tokens that a pass is to verify.  draft_memory: file that keeps earlier answers.
     """
     free, name = drafters_named(draft)
     packaged = head_beside(target, heads_folder()) if draft == "auto" else None
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
+    if draft_memory is not None and AnswersDrafter.name in free:
+        found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)
+    elif draft_memory is not None:
+        found.dropped["answers"] = f"{draft_memory} is for them, and `draft` leaves them out"
     if packaged is None and name is None:
         if draft_device not in ("auto", "cpu"):
             found.dropped[draft_device] = "there is no draft model (-md) to run there"
@@ -250,6 +270,7 @@ def _table_bytes(tables: Mapping[str, int], n_ctx: int) -> int:
     """Bytes of tables by drafter."""
     memory = {
         SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx),
+        AnswersDrafter.name: lambda n: AnswersDrafter.memory(n, n_ctx),
         RecyclingDrafter.name: RecyclingDrafter.memory,
     }
     return sum(memory[name](size) for name, size in tables.items())

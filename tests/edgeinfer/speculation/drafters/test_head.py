@@ -568,7 +568,7 @@ def test_a_head_is_in_the_plan(opened, model, head):
     own = drafter._features.nbytes + drafter._level.nbytes + drafter._logits.nbytes
     assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * n_logits
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
-    assert [one.name for one in with_head.speculator.drafters] == ["suffix", "recycling", "head"]
+    assert [one.name for one in with_head.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
 
 
 @pytest.mark.parametrize("why", ["another model", "damaged", "no room"])
@@ -592,15 +592,15 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
 def test_the_head_that_the_package_brings_is_used_by_default(opened, plain, model, head, tmp_path, monkeypatch):
     assert planning.heads_folder() == Path(edgeinfer.__file__).parent / "heads"
     monkeypatch.setattr(planning, "heads_folder", lambda: tmp_path)
-    assert [one.name for one in opened(model).speculator.drafters] == ["suffix", "recycling"]
+    assert [one.name for one in opened(model).speculator.drafters] == ["suffix", "answers", "recycling"]
     with ModelFile.open(model) as file:
         shutil.copy(head, tmp_path / f"{fingerprint(file)}.gguf")
     engine = always(opened(model))
-    assert [one.name for one in engine.speculator.drafters] == ["suffix", "recycling", "head"]
+    assert [one.name for one in engine.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
     assert [one.name for one in opened(model, draft="suffix").speculator.drafters] == ["suffix"]
     assert tokens_of(engine) == tokens_of(plain)
     other = write_tiny_model(tmp_path / "other.gguf", n_ctx_train=256, seed=5)
-    assert [one.name for one in opened(other).speculator.drafters] == ["suffix", "recycling"]
+    assert [one.name for one in opened(other).speculator.drafters] == ["suffix", "answers", "recycling"]
 
 
 def test_the_default_model_drafts_with_the_head_that_the_package_brings(default_model):
@@ -616,7 +616,7 @@ def test_the_default_model_drafts_with_the_head_that_the_package_brings(default_
         edgeinfer.load(default_model, n_ctx=512) as drafting,
         edgeinfer.load(default_model, n_ctx=512, draft=[str(path)]) as with_it_alone,
     ):
-        assert [one.name for one in drafting.speculator.drafters] == ["suffix", "recycling", "head"]
+        assert [one.name for one in drafting.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
         prompt = plain.template.encode(plain.tokenizer, question, add_generation_prompt=True)
         greedy = {"max_tokens": 64, "params": SamplingParams(**GREEDY)}  # the model's own has a penalty
         of_all = [always(one).generate(prompt, **greedy) for one in (drafting, with_it_alone)]
