@@ -26,7 +26,12 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 
 @click.command(cls=ModelCommand, model="target")
 @click.argument("target", type=FileName())
-@click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
+@click.option("--prompts", type=_FILE, help='JSON Lines with "prompt" or "turns" (a list of texts).')
+@click.option(
+    "--chats",
+    type=FileName(exists=True, file_okay=False),
+    help="Folder of saved conversations, whose answers are trained on as they are.",
+)
 @click.option("--out", type=OutputName(".json"), required=True, help="GGUF file of the head; the report is OUT.json.")
 @click.option("--held-out", type=_FILE, help="Prompts for evaluation only.  [default: 3 % of the prompts]")
 @click.option("--work", type=OutputName(), help="Folder for intermediate files.  [default: OUT.work]")
@@ -162,7 +167,7 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @json_option
 def distill(
     target: Path,
-    prompts: Path,
+    prompts: Path | None,
     out: Path,
     held_out: Path | None,
     work: Path | None,
@@ -181,6 +186,8 @@ def distill(
         import edgeinfer.training.distill as training
     except ImportError as error:
         raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
+    if prompts is None and options["chats"] is None:
+        raise click.UsageError("--prompts or --chats must say what to train on: found neither")
     settings = _settings(training.Settings, options)
     check_stdout()
     check_plot(plot)
@@ -217,6 +224,9 @@ def _table(summary: dict[str, Any]) -> str:
         "match by depth    " + "  ".join(f"{share:.3f}" for share in summary["match_by_depth"]),
     ]
     lines += [f"{size:>2} nodes: {rate:.2f} tokens a step" for size, rate in summary["tokens_per_step"].items()]
+    if "before" in summary:
+        before = "  ".join(f"{share:.3f}" for share in summary["before"]["match_by_depth"])
+        lines.insert(2, f"before training    {before}")
     return "\n".join(lines)
 
 

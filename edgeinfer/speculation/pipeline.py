@@ -271,6 +271,7 @@ class Speculator:
             if not state.costly and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
+        proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
         tree = VerifyTree()
         if proposals:
             tree = self._select(context, proposals, verify_ms, limits)

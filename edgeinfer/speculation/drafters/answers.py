@@ -32,12 +32,21 @@ _BYTES_PER_TOKEN = 4 + 4 + 8 + 4
 _BYTES_PER_LAST = 36  # of a token of the last request: a place in a list, and an integer
 
 # Buckets: the class of the match's length, and what followed: one place, several that agree, the more frequent of
-# several, or a rarer one. Prior acceptance probabilities of the first node and of later ones, by class, of one place.
+# several, or a rarer one. Prior acceptance probabilities of the first node and of later ones, by these and the class,
+# for a node that all places have.
 _BOUNDS = (3, 4, 6, 9, 14, 20)
 _CLASS = [next((i for i, bound in enumerate(_BOUNDS) if length <= bound), len(_BOUNDS)) for length in range(25)]
 _ALONE, _AGREED, _FREQUENT, _RARE = range(4)
-_FIRST = (0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.92)
-_LATER = (0.75, 0.78, 0.8, 0.85, 0.9, 0.92, 0.95)
+_FIRST = (
+    (0.4, 0.6, 0.7, 0.8, 0.85, 0.88, 0.9),
+    (0.6, 0.85, 0.88, 0.92, 0.94, 0.95, 0.96),
+    *((0.6,) * (len(_BOUNDS) + 1),) * 2,
+)
+_LATER = (
+    (0.78, 0.78, 0.8, 0.82, 0.85, 0.87, 0.88),
+    (0.88, 0.95, 0.96, 0.97, 0.98, 0.98, 0.985),
+    *((0.5,) * (len(_BOUNDS) + 1),) * 2,
+)
 
 
 class AnswerIndex:
@@ -190,7 +199,7 @@ def counted_tree(
         for token, those in _followers(text, at).items():
             share = len(those) / len(at)
             kind = (_AGREED if len(at) > 1 else _ALONE) if share == 1.0 else _FREQUENT if share >= 0.5 else _RARE
-            p, bucket = (_LATER if depth else _FIRST)[of_length] * share, 4 * of_length + kind
+            p, bucket = (_LATER if depth else _FIRST)[kind][of_length] * share, 4 * of_length + kind
             reached = negated * acceptance.probability(bucket, depth, p)
             heapq.heappush(heap, _Candidate(reached, next(numbers), parent, depth, token, p, bucket, those))
 

@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ENOUGH = 6  # tokens of a match from which on it is a copy
+_ENOUGH = 4  # tokens of a match from which on it is a copy
 _LONGER = 8  # by how many tokens another match must be longer than what was copied since the last difference
 _WINDOW = 64  # tokens of the source that are searched for the place after a difference
 _MOST_NEW, _MOST_OLD = 12, 24  # tokens of a difference that is learnt
-_SHORT_GAP = 4  # tokens of a difference after which only an agreeing token says where the source goes on
+_SHORT_GAP = 2  # tokens of a difference after which only an agreeing token says where the source goes on
 _MOST_GAP = 24  # tokens after which a copy that broke off is given up
 _MOST_RULES = 256
 _LEAST_RIGHT, _MOST_RIGHT = -1, 3  # n_right of rules

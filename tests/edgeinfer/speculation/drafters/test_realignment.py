@@ -44,8 +44,8 @@ def after(target):
 
 def test_nothing_is_guessed_where_nothing_is_copied():
     assert after([]).guessed(8) == []
-    assert after(SOURCE[:5]).guessed(8) == [], "too short to be a copy"
-    assert after(SOURCE[:6]).guessed(4) == [SOURCE[6:10]]
+    assert after(SOURCE[:3]).guessed(8) == [], "too short to be a copy"
+    assert after(SOURCE[:4]).guessed(4) == [SOURCE[4:8]]
     assert after(SOURCE[:20]).guessed(0) == []
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_guessed_where_nothing_is_copied():
         ([*SOURCE[:20], 7], SOURCE[21:29]),  # one for one
         ([*SOURCE[:20], 7, 8], SOURCE[22:30]),  # two for two
         ([*SOURCE[:20], 7], SOURCE[20:28]),  # inserted
-        ([*SOURCE[:20], 7, 8, 9], SOURCE[20:28]),  # three inserted
+        ([*SOURCE[:20], 7, 8], SOURCE[20:28]),  # two inserted
         ([*SOURCE[:20], 7, 8], SOURCE[21:29]),  # two for one
         ([*SOURCE[:20], SOURCE[23]], SOURCE[24:32]),  # three deleted
         ([*SOURCE[:20], 7, SOURCE[27]], SOURCE[28:36]),  # seven replaced by one
