@@ -61,7 +61,7 @@ line-length = 100'''
         f'{name}/__init__.py:\n"""The package {name}."""\n\n__version__ = "{old}"\n__all__ = ["main"]\n\n'
         f"Write {name}/__init__.py with the version {new} and everything else unchanged.",
         "Written. Now run the tests with pytest, quietly, stopping at the first failure.",
-        f"41 passed in 2.31s\n\nRead CHANGELOG.md.",
+        "41 passed in 2.31s\n\nRead CHANGELOG.md.",
         f"CHANGELOG.md:\n# Changes of {name}\n\n## {old}\n- bugs were fixed\n\n"
         f"Write CHANGELOG.md with a section for {new} above the others, which says: {change}",
         f"Written. Commit everything with the message: Release {name} {new}",

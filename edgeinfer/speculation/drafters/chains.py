@@ -22,15 +22,19 @@ class Chains:
     def add(self, tokens: Sequence[int], buckets: Sequence[int], priors: Sequence[tuple[float, float]]) -> None:
         """Add a chain, as long as it is useful; the very first node always, from which the acceptance is learnt.
 
+        A node that another chain has already gets the likelier bucket.
+
         priors: probability of each node that it is accepted, if it is the first after the text, and elsewhere.
         """
         probability, least = self._acceptance.probability, self._acceptance.min_probability
         parent, reached = -1, 1.0
         for depth, (token, bucket, (first, later)) in enumerate(zip(tokens, buckets, priors, strict=True)):
-            node = self._places.get((parent, token))
-            if node is None:
-                p = later if depth else first
-                reached *= probability(bucket, depth, p)
+            node, p = self._places.get((parent, token)), later if depth else first
+            reached *= probability(bucket, depth, p)
+            if node is not None:
+                if reached > self._path_probabilities[node]:
+                    self._p[node], self._buckets[node], self._path_probabilities[node] = p, bucket, reached
+            else:
                 if len(self._tokens) >= self._limit or (self._tokens and reached < least):
                     return
                 node = self._places[parent, token] = len(self._tokens)
