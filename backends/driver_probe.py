@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 
 PATIENCE_SECONDS = 60  # some drivers compile for long when they do it first
 

@@ -18,7 +18,10 @@ from edgeinfer.backends.base import MeasurableBackend, Progress
 from edgeinfer.backends.native import NativeBackend, _core
 from edgeinfer.backends.native.model import NativeModel, with_device
 from edgeinfer.backends.native.weights import Part, parts_of
-from edgeinfer.errors import BadBoardFolder, ModelFileError, UnsupportedModel, warn
+from edgeinfer.common.errors import BadBoardFolder, ModelFileError, UnsupportedModel, warn
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan, MemoryUse
 from edgeinfer.hls.cycles import TIMINGS
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.integrity import changed_files
@@ -30,9 +33,6 @@ from edgeinfer.hls.simulation.matrices import Matrices, kept_bytes
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 SMALL = Geometry("base3", rows=4, tables=4)  # compiled in seconds
 _CYCLES_A_SECOND = 10**6  # of this simulation, on a laptop

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.native import _core
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo

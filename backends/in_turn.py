@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import check_sessions
-from edgeinfer.errors import EdgeInferError, InvalidArgument
-from edgeinfer.types import Output
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.types import Output
 
 
 def forward_in_turn(model: object, batch: Sequence[Rows]) -> list[Output]:

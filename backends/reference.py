@@ -38,7 +38,11 @@ from edgeinfer.backends.reference_math import (
     soft_cap,
 )
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
-from edgeinfer.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.errors import EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -53,10 +57,6 @@ from edgeinfer.models import (
     read_spec,
 )
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse, Output
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations
+from edgeinfer.common.settings import CacheType
 from edgeinfer.models import Attention, TensorRef
-from edgeinfer.settings import CacheType
 
 if TYPE_CHECKING:
     from edgeinfer.backends.reference import LayerRows, ReferenceDecoder

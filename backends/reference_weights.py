@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.reference_math import Floats
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ExpertRows, ExpertsRef, TensorRef
 from edgeinfer.models.formats import check_type, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile

@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer, Conversation
-    from edgeinfer.completion import Completion, Piece, Timings, Usage
-    from edgeinfer.engine import Engine
-    from edgeinfer.errors import (
+    from edgeinfer.common.errors import (
         BackendCrashed,
         BackendLost,
         BackendUnavailable,
@@ -42,8 +40,11 @@ if TYPE_CHECKING:
         TokenizerError,
         UnsupportedModel,
     )
+    from edgeinfer.completion import Completion, Piece, Timings, Usage
+    from edgeinfer.engine import Engine
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
+    from edgeinfer.logprobs import Score, TokenLogprob
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
@@ -78,11 +79,13 @@ __all__ = [
     "Piece",
     "Profile",
     "SamplingParams",
+    "Score",
     "ShapeError",
     "Speculation",
     "Stream",
     "TemplateError",
     "Timings",
+    "TokenLogprob",
     "TokenizerError",
     "ToolCall",
     "UnsupportedModel",
@@ -98,6 +101,7 @@ _MODULES = {
     "engine": ("Engine",),
     "loading.open": ("load",),
     "loading.options": ("LoadOptions",),
+    "logprobs": ("Score", "TokenLogprob"),
     "models.reasoning": ("ToolCall",),
     "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),
@@ -115,7 +119,7 @@ def __getattr__(name: str) -> Any:
         return version("edgeinfer")
     if name not in __all__:
         raise AttributeError(f"module 'edgeinfer' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'errors')}"), name)
+    value = getattr(importlib.import_module(f"edgeinfer.{_PLACES.get(name, 'common.errors')}"), name)
     globals()[name] = value
     return value
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgeinfer import devices
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import MachineLimits, NativeSession
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common import devices
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.models import ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.file_experts import experts_of, is_of_experts

@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
-from edgeinfer.arguments import check_file_name, check_text
 from edgeinfer.backends.base import Progress
+from edgeinfer.common.arguments import check_file_name, check_text
+from edgeinfer.common.errors import ContextOverflow, InvalidArgument, TemplateError, warn
+from edgeinfer.common.files import check_no_model, write_whole
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.user_text import without_mark
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, InvalidArgument, TemplateError, warn
-from edgeinfer.files import check_no_model, write_whole
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
-from edgeinfer.one_process import OfOneProcess
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import Stream
-from edgeinfer.user_text import without_mark
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from edgeinfer.logprobs import TokenLogprob
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.sampling import SamplingParams
@@ -21,13 +22,14 @@ class Piece:
 
     text: may be empty, if the bytes so far are an incomplete character or might become a stop string.  tokens: ids
     sampled for it, without a stop token.  finish_reason: set on the last piece only.  reasoning: the next part of the
-    completion's reasoning; in a chat, text is that of the answer only.
+    completion's reasoning; in a chat, text is that of the answer only.  logprobs: of these tokens, where asked for.
     """
 
     text: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     reasoning: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Completion:
     params: as used, with the seed that was drawn if none was given; the same prompt with them gives the same text.
     reasoning, tool_calls: in a chat, what the model thought before it answered, or None, and the tools that it called;
     text is the answer without them. For a raw prompt everything is text.
+    logprobs: one for each token where `logprobs` was given, else none.
     """
 
     text: str
@@ -88,3 +91,4 @@ class Completion:
     params: SamplingParams
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()

@@ -12,33 +12,39 @@ from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from string import ascii_uppercase
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
-from edgeinfer.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
+import numpy as np
+
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
-from edgeinfer.completion import Completion, FinishReason, Piece
-from edgeinfer.errors import (
+from edgeinfer.common.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
+from edgeinfer.common.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
+    NumericalError,
     warn,
 )
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.types import Device, Logits, MemoryPlan
+from edgeinfer.completion import Completion, FinishReason, Piece
+from edgeinfer.logprobs import Score, check_alternatives, score_continuations
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
 from edgeinfer.offload.tier import DeviceTier
-from edgeinfer.one_process import OfOneProcess
+from edgeinfer.ranking import ranking_prompt
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
 from edgeinfer.speculation.pipeline import Job, Speculator
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.stream import Output, Record, StopStrings, Stream
-from edgeinfer.types import Device, Logits, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat
 
 Prompt: TypeAlias = str | Sequence[int]
+_SCORED_ROWS = 4  # rows of logits of a pass of `score`, where no drafts need more
 
 
 @dataclass(frozen=True)
@@ -121,10 +128,19 @@ class Engine(OfOneProcess):
         stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
+        logprobs: int | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """The completion of a prompt. Arguments and errors as for `stream`; `interrupt` ends it early."""
-        stream = self.stream(prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, **sampling)
+        stream = self.stream(
+            prompt,
+            max_tokens=max_tokens,
+            stop=stop,
+            params=params,
+            progress=progress,
+            logprobs=logprobs,
+            **sampling,
+        )
         for _ in stream:
             pass
         return stream.completion
@@ -137,6 +153,7 @@ class Engine(OfOneProcess):
         stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
+        logprobs: int | None = None,
         output: Output | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
@@ -146,8 +163,9 @@ class Engine(OfOneProcess):
         stop: texts that end the completion and are left out of it, None for none; a special token is written by its
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
         changed by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
-        of the prompt that is read, 0..1.  output: what splits the completion, as Conversation does it: None is all
-        text.
+        of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
+        and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
+        Conversation does it: None is all text.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
         model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
         of this engine open.
@@ -165,9 +183,56 @@ class Engine(OfOneProcess):
         if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output)
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, check_alternatives(logprobs))
         record.expert_reads = None if self.experts is None else self.experts.reads
         return Stream(self._pieces(tokens, limit, record, progress), record)
+
+    def score(
+        self, prompt: Prompt, continuations: Sequence[Prompt], *, progress: Progress | None = None
+    ) -> list[Score]:
+        """How likely the model finds each of several continuations of a prompt, in their order.
+
+        The prompt is read once, and short continuations go through a pass together; the logits are those of a plain
+        forward pass, bit for bit.  prompt, progress: as for `stream`.  continuations: texts or token ids; a text is cut
+        into tokens together with the prompt, where that leaves the tokens of the prompt as they are.
+        Raises ContextOverflow, InvalidArgument, ShapeError, Interrupted if `interrupt` was called, NumericalError.
+        """
+        self._check_open()
+        check_callback("progress", progress)
+        tokens = self._prompt_tokens(prompt)
+        if isinstance(continuations, (str, bytes)) or not isinstance(continuations, Sequence):
+            raise InvalidArgument(f"continuations must be several texts or token lists: found {shown(continuations)}")
+        following = [self._continuation_tokens(prompt, tokens, each) for each in continuations]
+        record = Record(self.tokenizer, len(tokens), StopStrings(None), self.default_params)
+        n_rows = _SCORED_ROWS if self.speculator is None else self.speculator.most_rows
+        n_rows = min(n_rows, self.session.n_batch)
+        with self._taken_by(record), self._step:
+            logits = self._evaluate(tokens, record, progress, StatsCounter())
+            if not np.isfinite(logits[: self.tokenizer.n_vocab].max()):
+                raise NumericalError("the logits of the prompt are not numbers: the model file is damaged")
+            return score_continuations(self.session, tokens, logits, following, self.tokenizer.n_vocab, n_rows)
+
+    def rank(self, query: str, documents: Sequence[str], template: str | None = None) -> list[tuple[int, float]]:
+        """Rank documents by how well they answer a query: (index, log probability), the best first.
+
+        The model is asked to name the best of the documents, A to Z, and the log probabilities of the letters as the
+        first token of its answer are compared, so nothing is generated (FIRST, Reddy et al., arXiv:2406.15657).
+        documents: 1 to 26 texts.  template: of the prompt, with {query} and {documents}, which are named [A], [B], ...;
+        its end must be what the letter follows. None asks through the chat template, if there is one.
+        Raises as `score`.
+        """
+        text, end = ranking_prompt(query, documents, template)
+        prompt: Prompt = text + end
+        if template is None and self._file.metadata.get("tokenizer.chat_template") is not None:
+            messages = [{"role": "user", "content": text}]
+            asked = self.template.encode(self.tokenizer, messages, add_generation_prompt=True)
+            prompt = [*asked, *self.tokenize(end.lstrip(), add_special=False)]
+        letters = ascii_uppercase[: len(documents)]
+        scores = self.score(prompt, list(letters))
+        first = [score.tokens[0] for score in scores]
+        if len({each.token for each in first}) < len(first):
+            raise InvalidArgument(f"{self.name} does not tell {', '.join(letters)} apart by their first token here")
+        return sorted(enumerate(each.logprob for each in first), key=lambda pair: -pair[1])
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -328,9 +393,10 @@ class Engine(OfOneProcess):
             return sample(logits[: self.tokenizer.n_vocab], params, len(text), text, breakers)
 
         text.append(draw(logits, text))
+        record.note(logits, text[-1])
         if self.speculator is not None:
             is_plain = params.is_greedy and not params.changes_logits
-            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params)
+            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params, record.note)
             record.stats = stats
             yield from self.speculator.tokens(job, logits, stats)
             return
@@ -338,6 +404,7 @@ class Engine(OfOneProcess):
             yield text[-1]
             logits = self._forward(text[-1:])
             text.append(draw(logits, text))
+            record.note(logits, text[-1])
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, stats: StatsCounter) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
@@ -392,6 +459,20 @@ class Engine(OfOneProcess):
             raise InvalidArgument("the prompt is empty: give at least one token")
         ids: list[int] = check_tokens(tokens, self.session.spec.n_vocab, 0, self.n_ctx).tolist()
         return ids
+
+    def _continuation_tokens(self, prompt: Prompt, tokens: list[int], continuation: Prompt) -> list[int]:
+        """What follows the tokens of a prompt. Raises as `score`."""
+        ids: Prompt = continuation
+        if isinstance(continuation, str):
+            whole = self.tokenizer.encode(prompt + continuation) if isinstance(prompt, str) else []
+            joined = len(whole) > len(tokens) and whole[: len(tokens)] == tokens
+            ids = whole[len(tokens) :] if joined else self.tokenize(continuation, add_special=False)
+        if isinstance(ids, (bytes, Mapping)) or not isinstance(ids, Sized):
+            raise InvalidArgument(f"a continuation must be a text (str) or token ids: found {shown(continuation)}")
+        if not ids:
+            raise InvalidArgument("a continuation is empty: give at least one token")
+        found: list[int] = check_tokens(ids, self.session.spec.n_vocab, len(tokens), self.n_ctx).tolist()
+        return found
 
     def _check_open(self) -> None:
         if self._closed:

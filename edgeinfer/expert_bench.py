@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import ExpertBackend, Model, Progress
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.types import ExpertSizes, Logits
 from edgeinfer.loading.backend_choice import PlannedModel
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.loading.plan import plan_load
@@ -21,7 +22,6 @@ from edgeinfer.offload.file_experts import has_experts
 from edgeinfer.offload.policies import Farthest, count_hits
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.offload.routing import Routing
-from edgeinfer.types import ExpertSizes, Logits
 
 PROMPT = """\
 The library opens at nine. On Mondays it is closed in the morning, because new books are sorted then. Members may borrow

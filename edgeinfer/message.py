@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NotRequired, TypedDict, cast
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.models.reasoning import OutputParser
 
 _ROLES = ("system", "user", "assistant")

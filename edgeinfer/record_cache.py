@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.files import cache_folder, write_whole
+from edgeinfer.common.files import cache_folder, write_whole
 from edgeinfer.models.gguf import ModelFile
 
 

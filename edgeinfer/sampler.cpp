@@ -340,6 +340,16 @@ NB_MODULE(_sampler, m) {
         },
         "logits"_a, "e**(logit - largest), below -700 as there. logits: (n,) with a finite maximum and no NaN.");
     m.def(
+        "log_total",
+        [](Floats logits) {
+            const uint32_t n = static_cast<uint32_t>(logits.size());
+            const float largest = largest_of(logits.data(), n);
+            double total = 0;
+            for (uint32_t i = 0; i < n; i++) total += weight_of(logits.data()[i], largest);
+            return static_cast<double>(largest) + log_of(total);
+        },
+        "logits"_a, "Natural logarithm of the sum of e**logit. logits: as of `weights`.");
+    m.def(
         "noise", [](uint32_t id, uint64_t key) { return gumbel(noise_bits(id, key)); }, "id"_a, "key"_a,
         "The noise of an id; see edgeinfer.sampling.");
     m.def(

@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer import _sampler
-from edgeinfer.arguments import MAX_INT32, check_integer, check_number, check_text, shown
-from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
+from edgeinfer.common.arguments import MAX_INT32, check_integer, check_number, check_text, shown
+from edgeinfer.common.errors import InvalidArgument, NumericalError, ShapeError
 from edgeinfer.repetition import Breakers, dry_penalties
 
 Logits: TypeAlias = NDArray[np.float32]  # (n_vocab,) or (m,)

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
 from typing import Protocol, cast
 
-from edgeinfer.arguments import shown
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.logprobs import TokenLogprob, token_logprob
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
@@ -114,7 +116,9 @@ class Record:
         stops: StopStrings,
         params: SamplingParams,
         output: Output | None = None,
+        n_alternatives: int | None = None,
     ) -> None:
+        """n_alternatives: of each place, beside the log probability of its token; None notes neither."""
         self.params = params
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
@@ -125,12 +129,14 @@ class Record:
         self.expert_reads: Callable[[], ExpertReads] | None = None  # of the model's cache, until now
         self._reads: list[ExpertReads] = []  # at the beginning, and after the first token
         self._n_prompt = n_prompt
+        self._n_alternatives = n_alternatives
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
         self._stops = stops
         self._guard = LoopGuard(params.loop_guard, tokenizer) if params.loop_guard else None
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []  # of the tokens drawn, where asked for; some are not pushed yet
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
 
     def timed_next(self, tokens: Iterator[int]) -> int:
@@ -142,6 +148,11 @@ class Record:
         self._seconds.append(time.perf_counter() - start)
         return token
 
+    def note(self, logits: Logits, token: int) -> None:
+        """Note how likely a token was that is pushed later, in the same order. logits: that it was drawn from."""
+        if self._n_alternatives is not None:
+            self.logprobs.append(token_logprob(logits[: self._tokenizer.n_vocab], token, self._n_alternatives))
+
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
         self._tokens.append(token)
@@ -149,7 +160,8 @@ class Record:
         reasoning, text, hidden = self._output.push(token)
         text = self._stops.push(text) + self._stops.push("", hidden)
         self._text.append(text)
-        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning)
+        found = tuple(self.logprobs[len(self._tokens) - 1 : len(self._tokens)])
+        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning, found)
 
     def end(self, reason: FinishReason, stop_token: int | None = None) -> Piece:
         """Make the completion, unless there is one; gives the piece with what was held back until now.
@@ -173,6 +185,7 @@ class Record:
             self.params,
             self._output.reasoning,
             self._output.tool_calls,
+            tuple(self.logprobs[: len(self._tokens)]),
         )
         return Piece(rest, (), reason, reasoning)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.types import Logits
+from edgeinfer.common.types import Logits
 
 
 class Distance(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.models.formats.finite import first_not_finite
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile
 

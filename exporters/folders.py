@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.drafters.eagle3 import eagle3_source, is_eagle3
 from edgeinfer.exporters.huggingface import open_folder

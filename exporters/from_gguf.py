@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from edgeinfer.arguments import human_bytes
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.files import folder_beside, temporary_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.target import Choices, prepare, write_file
 from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.source import named_as, open_source
-from edgeinfer.files import folder_beside, temporary_folder
-from edgeinfer.overriding import override
 
 
 class FromGguf(ExportTarget):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.architectures import recipe_of
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checkpoint.adapters import adapter_files
@@ -19,7 +20,6 @@ from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import MetadataValue
-from edgeinfer.overriding import override
 
 
 class HuggingFaceSource(Source):

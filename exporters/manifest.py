@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.common.files import file_sha256, write_whole
 from edgeinfer.exporters.request import Plan, Request, Result
-from edgeinfer.files import file_sha256, write_whole
 
 NAME = "manifest.json"  # in the folder of a package; beside a single file its name stands in front
 _PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.txt")  # what is read of a checkpoint

@@ -11,13 +11,16 @@ from errno import EEXIST
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import build_head, build_model, check_file, write_graph
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, TokenizerError, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, TokenizerError, UnsupportedModel
+from edgeinfer.common.file_identity import check_sources
+from edgeinfer.common.files import behind_links, check_folder, folder_beside, is_utf8, take_over, whole_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.checks.comparison import Checked
 from edgeinfer.exporters.checks.onnx_file import compare_head, compare_model
 from edgeinfer.exporters.finite import FiniteFile
@@ -25,13 +28,10 @@ from edgeinfer.exporters.manifest import NAME as MANIFEST
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.source import named_as
 from edgeinfer.exporters.tokenizer_json import tokenizer_json, write_tokenizer
-from edgeinfer.file_identity import check_sources
-from edgeinfer.files import behind_links, check_folder, folder_beside, is_utf8, take_over, whole_folder
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import GatedFusion, is_draft_head, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 
 Check: TypeAlias = Callable[[Path], None]
 

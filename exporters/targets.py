@@ -10,15 +10,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, ModelNotFound, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, ModelNotFound, UnsupportedModel
+from edgeinfer.common.file_identity import Sources
+from edgeinfer.common.files import behind_links, check_kept, check_writable
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 from edgeinfer.exporters.manifest import manifest_path, source_files
 from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
-from edgeinfer.file_identity import Sources
-from edgeinfer.files import behind_links, check_kept, check_writable
 
 
 @dataclass(frozen=True)

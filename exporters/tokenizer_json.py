@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.published_pre_tokenizers import LOOSE, pre_tokenizer_of, split
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata, kind_of

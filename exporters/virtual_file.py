@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from edgeinfer.common.files import temporary_folder
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Metadata, Tensor, layout, write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor, named_as
-from edgeinfer.files import temporary_folder
 from edgeinfer.models.formats import quantize
 from edgeinfer.models.gguf import GGMLType, MakeBytes, ModelFile
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from edgeinfer.errors import BackendUnavailable
-from edgeinfer.files import cache_folder
+from edgeinfer.common.errors import BackendUnavailable
+from edgeinfer.common.files import cache_folder
 
 FOLDER = Path(__file__).parent
 INCLUDE = FOLDER / "include"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import BadBoardFolder, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.compiler import FOLDER, Headers, build_library, build_program, load_library, vendor_headers
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.integrity import header_faults

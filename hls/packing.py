@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.hls.geometry import LANE_BYTES, Encoding, Geometry
 
 Trits = NDArray[np.int8]

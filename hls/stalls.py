@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 Cycles = NDArray[np.uint64]
 MOST = 0.999  # of a share; at 1 a product would not end

@@ -23,7 +23,7 @@ from typing import Any
 import jinja2
 from jinja2.exceptions import SecurityError
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.known_templates import source_of
 from edgeinfer.models.message_form import MessageForm, form_of, with_turns_joined

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array, Strings
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, read_draft_vocab
 from edgeinfer.models.gguf import GGMLType, ModelFile

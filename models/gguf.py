@@ -21,16 +21,16 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import EdgeInferError
-from edgeinfer.file_identity import FileWatch, begin_reading, end_reading
+from edgeinfer.common.arguments import check_file_name
+from edgeinfer.common.errors import EdgeInferError
+from edgeinfer.common.file_identity import FileWatch, begin_reading, end_reading
+from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.models.gguf_reader.header import (
     DEFAULT_ALIGNMENT,
 )
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 from edgeinfer.models.gguf_reader.parts import Part, read_all_parts, read_part
 from edgeinfer.models.gguf_reader.types import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, MetadataValue, TensorInfo
-from edgeinfer.one_process import OfOneProcess
 
 __all__ = [
     "DEFAULT_ALIGNMENT",
@@ -49,7 +49,7 @@ MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first
 class ModelFile(OfOneProcess):
     """A GGUF model in one file or several parts; a context manager.
 
-    What the thread writes within a `with` block does not get its name where the model has changed meanwhile (files.py).
+    What the thread writes within a `with` block does not get its name where the model has changed meanwhile.
     path: the file that was named.  paths: the files of the model in order, one unless it is split.  metadata: of the
     first file. Arrays are Strings or Numbers, which behave as lists; a float may be NaN or infinite. Invalid UTF-8
     becomes U+FFFD in a text, and "surrogateescape" in an array of texts, with a RuntimeWarning.

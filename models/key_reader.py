@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.gguf import ModelFile
 

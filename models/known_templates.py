@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 
 
 @dataclass(frozen=True)

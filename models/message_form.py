@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.provenance import joined
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]

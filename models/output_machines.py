@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from edgeinfer.common.overriding import override
 from edgeinfer.models.provenance import plain
 from edgeinfer.models.tool_calls import ToolCall, call_to, read_calls
-from edgeinfer.overriding import override
 
 if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import rope
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, draft_vocab_of, has_draft_vocab

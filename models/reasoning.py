@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.output_machines import ChannelsMachine, Kind, OutputMachine, Segment, TagsMachine
 from edgeinfer.models.provenance import is_trusted, joined, plain, trusted
 from edgeinfer.models.tokenizer import Tokenizer

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Literal, Protocol, TypeAlias
 
-from edgeinfer.errors import UnsupportedModel
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType
 
 RopeKind = Literal["interleaved", "halves"]  # pairs (2i, 2i+1), ggml's "norm"; pairs (i, i + n_dims/2), "neox"
 # What a gated network makes of gate and up. The first three are activation(gate) * up with x sigmoid(x);

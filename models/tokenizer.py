@@ -15,7 +15,8 @@ import re
 from collections.abc import Iterable
 from functools import cached_property, partial
 
-from edgeinfer.errors import TokenizerError
+from edgeinfer.common.errors import TokenizerError
+from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import plain, recased
 from edgeinfer.models.tokenization.merging import WordMerger, index_bytes, makes_in_order, merger_of
@@ -32,7 +33,6 @@ from edgeinfer.models.tokenization.vocabulary import (
     bytes_of,
     n_specials,
 )
-from edgeinfer.one_process import OfOneProcess
 
 __all__ = ["PRE_TOKENIZERS", "TokenStream", "Tokenizer", "cut", "keeps_tokens"]
 

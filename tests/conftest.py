@@ -25,8 +25,8 @@ import edgeinfer
 from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.onnx import ProviderInfo, choose_provider, open_onnx
 from edgeinfer.backends.opencl import OpenCLDevice, choose_device
+from edgeinfer.common.errors import BackendUnavailable
 from edgeinfer.engine import Engine
-from edgeinfer.errors import BackendUnavailable
 from edgeinfer.loading.backend_choice import open_backend
 
 pytest_plugins = ["time_limits", "scheduling"]

@@ -11,11 +11,11 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.loading import Wanted, crashed, load, sizes_of, uses_extra_buffers
 from edgeinfer.backends.llama_cpp.process import Ended, Process
 from edgeinfer.backends.llama_cpp.session import LlamaCppModel
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan, MemoryUse
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 MAX_N_CTX = 1 << 22  # llama.cpp fills some 60 bytes a position, before it knows whether the cache fits
 _MOST_MEASURED = 1 << 20  # positions; what more of them take is computed from these two contexts

@@ -15,10 +15,10 @@ from edgeinfer.backends.llama_cpp.cache import Cache
 from edgeinfer.backends.llama_cpp.log import log, mebibytes, quote, refuse
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.shared import Writable
-from edgeinfer.errors import BackendLost, Interrupted, UnsupportedModel
+from edgeinfer.common.errors import BackendLost, Interrupted, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Logits, TokenIds
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Logits, TokenIds
 
 Rows: TypeAlias = NDArray[np.int32] | NDArray[np.intp]  # (m,), ascending
 

@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from edgeinfer.backends.llama_cpp.log import listen
-from edgeinfer.errors import BackendUnavailable
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.errors import BackendUnavailable
+from edgeinfer.common.signal_handlers import is_from_handler
 
 VERSION = "0.3.36"  # of llama-cpp-python, as in pyproject.toml
 LIBRARY_VERSION = b"0.5.0-dev"  # of the llama.cpp in it

@@ -6,14 +6,14 @@ import hashlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from edgeinfer import devices
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.llama_cpp.process import Ended, Process
-from edgeinfer.errors import BackendCrashed, warn
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BackendCrashed, warn
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import MemoryUse
 from edgeinfer.models import ModelSizes
 from edgeinfer.record_cache import read_record, record_folder, write_record
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import MemoryUse
 
 _KIND = "llama.cpp"  # of what is remembered
 

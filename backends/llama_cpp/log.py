@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from edgeinfer.errors import BudgetExceeded, UnsupportedModel
+from edgeinfer.common.errors import BudgetExceeded, UnsupportedModel
 
 _DEBUG, _ERROR = 1, 4  # enum ggml_log_level
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.llama_cpp.log import log, mebibytes, refuse
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSizes
 
 

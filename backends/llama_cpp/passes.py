@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.llama_cpp.context import Context, Rows
-from edgeinfer.errors import BackendLost
-from edgeinfer.types import Logits, TokenIds
+from edgeinfer.common.errors import BackendLost
+from edgeinfer.common.types import Logits, TokenIds
 
 _NO_ROWS = np.empty(0, dtype=np.intp)
 _NO_LOGITS = np.empty((0, 0), dtype=np.float32)

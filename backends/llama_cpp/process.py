@@ -17,12 +17,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from edgeinfer import errors
 from edgeinfer.backends.driver_probe import PATIENCE_SECONDS, interpreter
 from edgeinfer.backends.llama_cpp.messages import receive, send
 from edgeinfer.backends.llama_cpp.shared import SharedMemory, Words, above_stdio
 from edgeinfer.backends.llama_cpp.worker import Worker
-from edgeinfer.errors import BackendCrashed, BackendUnavailable, EdgeInferError
+from edgeinfer.common import errors
+from edgeinfer.common.errors import BackendCrashed, BackendUnavailable, EdgeInferError
 
 _logger = logging.getLogger(__package__)
 _logger.addHandler(logging.NullHandler())

@@ -20,8 +20,8 @@ from edgeinfer.backends.llama_cpp.messages import Ints, receive, send
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.passes import Passes
 from edgeinfer.backends.llama_cpp.shared import SharedMemory, Words
-from edgeinfer.errors import EdgeInferError, Interrupted
-from edgeinfer.settings import LoadSettings
+from edgeinfer.common.errors import EdgeInferError, Interrupted
+from edgeinfer.common.settings import LoadSettings
 
 Reply = dict[str, Any]
 

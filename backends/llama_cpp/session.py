@@ -26,7 +26,7 @@ from edgeinfer.backends.in_turn import forward_in_turn
 from edgeinfer.backends.llama_cpp.context import MAX_OUTPUTS
 from edgeinfer.backends.llama_cpp.loading import Loaded, load
 from edgeinfer.backends.llama_cpp.process import Ended, Process
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendLost,
     BackendUnavailable,
     BudgetExceeded,
@@ -36,12 +36,12 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
-from edgeinfer.file_identity import FileWatch
+from edgeinfer.common.file_identity import FileWatch
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType
+from edgeinfer.common.types import Logits, LogitsRows, MemoryUse, Output, TokenIds
 from edgeinfer.models import ModelSizes
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType
-from edgeinfer.types import Logits, LogitsRows, MemoryUse, Output, TokenIds
 
 
 def _none() -> TokenIds:

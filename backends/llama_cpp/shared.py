@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.types import Logits
+from edgeinfer.common.types import Logits
 
 Writable: TypeAlias = bytearray | mmap.mmap
 

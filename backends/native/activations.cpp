@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes) {
     const size_t by32 = n * static_cast<size_t>(sizes.by32), by256 = n * static_cast<size_t>(sizes.by256);

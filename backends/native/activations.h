@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "expert_tasks.h"
-#include "matrix.h"
+#include "experts/tasks.h"
+#include "kernels/matrix.h"
 #include "recipe.h"
 
 constexpr size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -48,7 +48,7 @@ Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes);
 // Rows of a pass for which the experts of the next layer are predicted, at most.
 constexpr int kPredictedRows = 8;
 
-// What a prediction computes (expert_predictor.h). n: rows, kPredictedRows at most.
+// What a prediction computes (experts/predictor.h). n: rows, kPredictedRows at most.
 struct PredictedRows {
     float *h, *products;  // (n, ld_embd), (n, ld_router)
     float* scores;        // (2, ld_router)

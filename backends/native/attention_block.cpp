@@ -1,7 +1,7 @@
 #include <cstring>
 
 #include "blocks.h"
-#include "hadamard.h"
+#include "kernels/hadamard.h"
 
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(*config.layers[static_cast<size_t>(index)].attention()),

@@ -13,12 +13,12 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
-from edgeinfer.backends.native.expert_cache import cache_bytes, open_cache
-from edgeinfer.backends.native.expert_times import expert_seconds
-from edgeinfer.backends.native.experts import ModelExperts, experts_of, resident_experts, write_records
+from edgeinfer.backends.native.experts.cache import cache_bytes, open_cache
+from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts, write_records
+from edgeinfer.backends.native.experts.times import expert_seconds
 from edgeinfer.backends.native.machine import best_isa, build_id, warn_of_better_isa
 from edgeinfer.backends.native.model import NativeModel, assemble, shared_threads
-from edgeinfer.backends.native.packed import Packed, Write, map_packed, packed_path, read_header, write_packed
+from edgeinfer.backends.native.packing.packed import Packed, Write, map_packed, packed_path, read_header, write_packed
 from edgeinfer.backends.native.tuning import Tuning, tune, wanted_by_user
 from edgeinfer.backends.native.weights import (
     BASE_THREE,
@@ -40,14 +40,14 @@ from edgeinfer.backends.native.weights import (
     read_weights,
     set_embedding,
 )
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.file_identity import FileWatch
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.file_identity import FileWatch
+from edgeinfer.common.settings import LoadSettings, TernaryBits
+from edgeinfer.common.types import Device, ExpertSizes, MemoryPlan, MemoryUse
 from edgeinfer.models import ModelSpec, check_blocks, read_spec
 from edgeinfer.models.draft_vocab import is_as_stored, storage_facts
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.gguf_reader.mapping import AROUND, MappedFile
-from edgeinfer.settings import LoadSettings, TernaryBits
-from edgeinfer.types import Device, ExpertSizes, MemoryPlan, MemoryUse
 
 TRIAL_BYTES = 96 << 20  # at most are read to find out how ternary weights are best held: more than most caches have
 

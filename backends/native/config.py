@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.models import Attention, Dense, Experts, FeedForward, Layer, ModelSpec, RopeSpec, attention_of
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
-from edgeinfer.settings import LoadSettings
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (

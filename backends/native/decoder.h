@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "blocks.h"
-#include "experts_block.h"
+#include "experts/experts_block.h"
 #include "head.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
+#include "kv/text_state.h"
 #include "pass.h"
 #include "pass_rows.h"
 #include "pool.h"
-#include "text_state.h"
 #include "weights.h"
 
 // An expert could not be read, and so the pass has no result.

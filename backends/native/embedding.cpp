@@ -4,8 +4,8 @@
 #include <system_error>
 #include <vector>
 
-#include "packed_rows.h"
-#include "packing.h"
+#include "packing/packed_rows.h"
+#include "packing/packing.h"
 
 void RowsInMemory::read(int token, float* out) const {
     dequantize_row(rows_.format, data_ + static_cast<size_t>(token) * rows_.row_bytes, n_embd(), out);

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "matrix.h"
+#include "kernels/matrix.h"
 #include "platform.h"
 
 class Embedding {

@@ -23,13 +23,13 @@ from edgeinfer.backends.native.weights import (
     parts_of,
     set_embedding,
 )
-from edgeinfer.errors import InvalidArgument, ShapeError
+from edgeinfer.common.errors import InvalidArgument, ShapeError
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 from edgeinfer.models import Experts, check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 
 # A head with experts would need a store of its own.
 _BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not Experts}, **PARTS_OF_HEADS}

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "expert_store.h"
-#include "matrix.h"
+#include "experts/store.h"
+#include "kernels/matrix.h"
 #include "weights.h"
 
 class InputSquares {

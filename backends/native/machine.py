@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgeinfer.backends.native import _core
-from edgeinfer.errors import BackendUnavailable, warn
-from edgeinfer.types import Logits
+from edgeinfer.common.errors import BackendUnavailable, warn
+from edgeinfer.common.types import Logits
 
 # What a source installation leaves out is compiled so; wheels have all.
 HOW_TO_COMPILE = (

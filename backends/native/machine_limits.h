@@ -1,7 +1,7 @@
 // What this machine can do at most, measured.
 #pragma once
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 #include "pool.h"
 
 struct Limits {

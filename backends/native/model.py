@@ -12,20 +12,20 @@ from edgeinfer.backends.base import ExpertTier, Model, Rows, Watcher
 from edgeinfer.backends.checks import check_cache, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
-from edgeinfer.backends.native.expert_cache import ExpertCache
+from edgeinfer.backends.native.experts.cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, TextRows
 from edgeinfer.backends.native.session import NativeSession, NativeText
 from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import EdgeInferError
-from edgeinfer.file_identity import FileWatch
+from edgeinfer.common.errors import EdgeInferError
+from edgeinfer.common.file_identity import FileWatch
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType
+from edgeinfer.common.types import Device, MemoryPlan, MemoryUse, Output
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType
-from edgeinfer.types import Device, MemoryPlan, MemoryUse, Output
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@
 #include <vector>
 
 #include "activations.h"
-#include "expert_tier.h"
+#include "experts/tier.h"
 #include "input_squares.h"
-#include "kernels.h"
+#include "kernels/kernels.h"
+#include "kv/text_state.h"
 #include "pool.h"
-#include "text_state.h"
 
 // The rows of one text: n tokens behind n_pending ones of the forwards before, that are not committed. parents:
 // (n_pending + n,), the row that each of both follows, or -1 for the committed text; unless all are a chain, they are

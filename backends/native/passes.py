@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.native import _core
-from edgeinfer.errors import Interrupted
-from edgeinfer.types import Features, HiddenStates, Logits, Output, TokenIds
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.types import Features, HiddenStates, Logits, Output, TokenIds
 
-# See TextArguments in bind_decoder.cpp.
+# See TextArguments in bind/decoder.cpp.
 _Arguments: TypeAlias = tuple[
     _core.TextState,
     TokenIds,

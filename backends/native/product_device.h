@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "matrix.h"
+#include "kernels/matrix.h"
 
 // y = x w^T with the device's matrix of that number, whole: x (n_rows, n_in), y (n_rows, n_out). Called by one thread at a
 // time, without Python's lock. Gives false if the device failed.

@@ -5,8 +5,8 @@
 #include <variant>
 #include <vector>
 
-#include "matrix.h"
-#include "text_state.h"
+#include "kernels/matrix.h"
+#include "kv/text_state.h"
 
 // A rotary embedding; pair i turns by frequencies[i] radians a position.
 struct Rope {

@@ -24,12 +24,12 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import TextRows, interrupted
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType
+from edgeinfer.common.types import LogitsRows, MemoryUse, Output
 from edgeinfer.models import ModelSpec
-from edgeinfer.one_process import OfOneProcess
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType
-from edgeinfer.types import LogitsRows, MemoryUse, Output
 
 if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel

@@ -32,11 +32,11 @@ from edgeinfer.backends.native.weights import (
     packed_bytes,
     parts_of,
 )
+from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
+from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight, attention_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
-from edgeinfer.settings import CacheType, LoadSettings, TernaryBits
-from edgeinfer.types import Device, LogitsRows, MemoryPlan, MemoryUse
 
 SIZES = (1, 2, 4, 8, 16)  # tokens of a pass that are timed, and one long pass for prompts
 PROMPT = 32  # a longer pass takes as long for each token

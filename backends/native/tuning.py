@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
-from edgeinfer import devices
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common import devices
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 

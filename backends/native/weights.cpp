@@ -5,7 +5,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "packing.h"
+#include "packing/packing.h"
 
 namespace {
 

@@ -8,8 +8,8 @@
 #include <string>
 
 #include "embedding.h"
+#include "kernels/matrix.h"
 #include "mapped_bytes.h"
-#include "matrix.h"
 #include "platform.h"
 #include "pool.h"
 #include "product_device.h"

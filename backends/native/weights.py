@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.native import _core
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.settings import TernaryBits
+from edgeinfer.common.types import MemoryUse
 from edgeinfer.models import ExpertRows, ModelSpec, TensorRows, Weight
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, TERNARY_TYPES, GGMLType, ModelFile, TensorInfo
 from edgeinfer.models.gguf_reader.mapping import MappedFile
-from edgeinfer.settings import TernaryBits
-from edgeinfer.types import MemoryUse
 
 MATRIX_TYPES = frozenset(
     GGMLType[name]
@@ -104,7 +104,7 @@ Placement: TypeAlias = Callable[[_core.Weights, ModelFile, Sequence[Part]], Memo
 
 
 def parts_of(model: ModelFile, weights: Iterable[Weight], packing: Packing = Packing()) -> list[Part]:  # noqa: B008
-    """What is packed of these weights, in their order, without the matrices of experts: see experts.py.
+    """What is packed of these weights, in their order, without the matrices of experts: see experts/model_experts.py.
 
     Raises UnsupportedModel, ModelFileError.
     """

@@ -28,7 +28,7 @@ from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import Style
 from edgeinfer.backends.onnx.matrices import Constant, Floats, part_of, weights_of
 from edgeinfer.backends.onnx.operations import FLOAT, Operations
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, attention_of, check_blocks, dense_of
 from edgeinfer.models.draft_head import FeatureProjection, GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile

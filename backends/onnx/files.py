@@ -14,8 +14,8 @@ from edgeinfer.backends.base import Progress
 from edgeinfer.backends.onnx.graph import Graph, beside, within
 from edgeinfer.backends.onnx.library import CPU, errors_translated, open_library, open_onnx
 from edgeinfer.backends.onnx.matrices import Constant
-from edgeinfer.errors import ModelFileError
-from edgeinfer.files import utf8_name
+from edgeinfer.common.errors import ModelFileError
+from edgeinfer.common.files import utf8_name
 
 _ALIGNMENT = 4096  # of each constant: so that a file can be mapped
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself

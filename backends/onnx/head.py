@@ -11,12 +11,12 @@ from edgeinfer.backends.onnx.decoder import build_head, build_projection
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Program
 from edgeinfer.backends.onnx.session import OnnxDecoder, plan_graphs
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, Features, MemoryPlan
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, Features, MemoryPlan
 
 
 class OnnxHeadBackend:

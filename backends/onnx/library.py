@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument, UnsupportedModel
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.errors import BackendLost, BackendUnavailable, InvalidArgument, UnsupportedModel
+from edgeinfer.common.signal_handlers import is_from_handler
 
 Style = Literal["contrib", "plain"]
 """Operators of a graph: those of ONNX Runtime where they are faster, or those of the ONNX standard alone."""

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import TensorRef, TensorRows
 from edgeinfer.models.formats import check_type, codes_of, dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.onnx.library import ProviderInfo, list_providers, open_onnx
 from edgeinfer.backends.onnx.runtime import check_provider
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 _REMEDY = "install another build of onnxruntime"
 

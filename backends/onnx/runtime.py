@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.onnx.graph import CONTRIB, Graph, beside, within
 from edgeinfer.backends.onnx.library import ProviderInfo, errors_translated, open_library
-from edgeinfer.errors import BackendLost, BackendUnavailable, Interrupted, UnsupportedModel
+from edgeinfer.common.errors import BackendLost, BackendUnavailable, Interrupted, UnsupportedModel
 
 _WITHIN_BYTES = 1024  # ONNX Runtime wants shapes and the like in the graph itself
 _STOPPED = "the forward pass was interrupted; the session is as it was before"

@@ -15,12 +15,12 @@ from edgeinfer.backends.onnx.decoder import HIDDEN, build_model, build_move
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.library import ProviderInfo, choose_provider
 from edgeinfer.backends.onnx.runtime import Binding, Buffer, Program, constant_bytes
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, HiddenStates, Logits, MemoryPlan, MemoryUse
 
 _MAX_BATCH = 128  # tokens of a pass: prompts are read no faster with more
 

@@ -24,10 +24,10 @@ from edgeinfer.backends.opencl.parts import (
     scalings_of,
 )
 from edgeinfer.backends.opencl.weights import DeviceAttention, DeviceDense, Linear, Weights
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import HiddenStates, Logits, MemoryUse
 from edgeinfer.models import Activation, Attention, ModelSpec
-from edgeinfer.overriding import override
-from edgeinfer.types import HiddenStates, Logits, MemoryUse
 
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "clamped_swiglu": 3}  # see gate.cl
 _FINISH_ABOVE = 8  # tokens: larger passes wait after each layer, so that they can be stopped

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.library import DeviceInfo, errors_translated, handle_of, lost, open_library
-from edgeinfer.errors import BackendLost
+from edgeinfer.common.errors import BackendLost
 
 Buffer = Any  # pyopencl.Buffer
 _Number = TypeVar("_Number", bound=np.generic)

@@ -10,7 +10,7 @@ from edgeinfer.backends.device_session import Batch, chain_batch
 from edgeinfer.backends.opencl.cache import Cache
 from edgeinfer.backends.opencl.decoder import Decoder
 from edgeinfer.backends.opencl.parts import TOP
-from edgeinfer.types import Nodes
+from edgeinfer.common.types import Nodes
 
 
 def draft_tree(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.matrices import FORMATS, RUN, Part, joined
 from edgeinfer.backends.opencl.parts import LinearParts
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ExpertRows, Experts, ExpertsRef, ModelSpec, TensorRef, TensorRows
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile

@@ -18,7 +18,7 @@ from edgeinfer.backends.opencl.expert_parts import ExpertParts, experts_of, rele
 from edgeinfer.backends.opencl.library import DeviceInfo
 from edgeinfer.backends.opencl.matrices import RUN, Activations
 from edgeinfer.backends.opencl.weights import Linear
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
 

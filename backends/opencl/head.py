@@ -13,13 +13,13 @@ from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import ModelParts, head_activation_bytes
 from edgeinfer.backends.opencl.session import DraftingText, plan_parts
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan, Nodes
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan, Nodes
 
 
 class OpenCLHeadBackend:

@@ -13,9 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
-from edgeinfer.files import cache_folder
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.errors import BackendLost, BackendUnavailable, InvalidArgument
+from edgeinfer.common.files import cache_folder
+from edgeinfer.common.signal_handlers import is_from_handler
 
 DeviceKind = Literal["gpu", "accelerator", "cpu", "other"]
 _PREFERENCE: tuple[DeviceKind, ...] = ("gpu", "accelerator", "other", "cpu")

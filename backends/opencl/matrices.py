@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.device import Buffer, OpenCLDevice
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import TensorRef, TensorRows
 from edgeinfer.models.formats import Codes, codes_of, dequantize
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, ModelFile

@@ -8,7 +8,7 @@ from typing import Any
 from edgeinfer.backends.driver_probe import ask_apart
 from edgeinfer.backends.opencl.device import check_device
 from edgeinfer.backends.opencl.library import DeviceInfo, list_devices
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 _REMEDY = "see /etc/OpenCL/vendors for the drivers, and update it or take it away"
 

@@ -16,12 +16,12 @@ from edgeinfer.backends.opencl.device import OpenCLDevice
 from edgeinfer.backends.opencl.drafting import draft_tree
 from edgeinfer.backends.opencl.library import DeviceInfo, choose_device
 from edgeinfer.backends.opencl.parts import MAX_NODES, TOP, ModelParts, activation_bytes, kv_buffer_bytes
-from edgeinfer.errors import BudgetExceeded, ContextOverflow, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, ContextOverflow, InvalidArgument
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device, Features, MemoryPlan, MemoryUse, Nodes, TokenIds
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device, Features, MemoryPlan, MemoryUse, Nodes, TokenIds
 
 
 class OpenCLBackend:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.device import Kernel, OpenCLDevice
-from edgeinfer.errors import InvalidArgument, ShapeError
+from edgeinfer.common.errors import InvalidArgument, ShapeError
 from edgeinfer.models.formats.ternary_packing import LINE_BYTES, ROWS, TWO_BIT_INPUTS, Bytes, Scales, packed_shape
 
 Way = Literal["plain", "dot", "lookup"]

@@ -1,6 +1,6 @@
 """The command line. One file per command, imported when it is called, so that `--help` is fast.
 
-Exit codes are those of `edgeinfer.errors`; `--help` lists them.
+Exit codes are those of `edgeinfer.common.errors`; `--help` lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 
 from edgeinfer.cli import streams
 from edgeinfer.cli.terminal import complain, reason
-from edgeinfer.errors import BudgetExceeded, EdgeInferError, Interrupted
+from edgeinfer.common.errors import BudgetExceeded, EdgeInferError, Interrupted
 
 _EXIT_CODES = (
     "Exit codes: 0 ok, 1 failure, 2 usage, 3 the model file is bad, unsupported or lacks what is asked of it, "

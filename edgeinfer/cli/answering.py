@@ -14,7 +14,7 @@ import click
 
 from edgeinfer.cli.terminal import ProgressBar, Writer, note, show
 from edgeinfer.cli.thinking import Thinking
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
 
 if TYPE_CHECKING:
     from edgeinfer.completion import Completion, Piece, Timings
@@ -180,7 +180,7 @@ def figures(engine: Engine, completion: Completion) -> str:
 
 def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[str]:
     """Lines about the model, the context of which n_past tokens are taken, the memory, and the last answer."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     lines = [f"model    {engine.name} ({engine.path})", f"engine   {engine.backend}, {engine.device.n_threads} threads"]
     if (tuning := getattr(engine.session, "tuning", None)) is not None:
@@ -226,7 +226,7 @@ def _experts(reads: ExpertReads | None, n_tokens: int) -> str:
     """The part of `figures` about experts read from disk for an answer, empty where all are in memory."""
     if reads is None:
         return ""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     a_token = human_bytes(round(reads.bytes_read / max(n_tokens - 1, 1)))  # the first token is the prompt's
     return f"experts {reads.hit_rate:.0%} hits, {a_token} read a token | "
@@ -234,7 +234,7 @@ def _experts(reads: ExpertReads | None, n_tokens: int) -> str:
 
 def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
     """Lines with what the expert cache did for an answer of so many tokens."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     lines = []
     for name, reads, n in (("prompt", timings.prompt_experts, 0), ("answer", timings.decode_experts, n_tokens - 1)):
@@ -250,7 +250,7 @@ def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
 
 def memory_lines(ledger: Ledger) -> list[str]:
     """Lines with what is taken of what was planned, by purpose."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     def taken_of(planned: int, taken: int | None) -> str:
         return f"{'' if taken is None else human_bytes(taken):>10} of {human_bytes(planned):>10} planned"

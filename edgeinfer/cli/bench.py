@@ -18,7 +18,7 @@ from edgeinfer.cli.options import FileName, OutputName, budget_option, threads_o
 from edgeinfer.cli.plotting import check_plot, draw_timeline, drawable, figure_into
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.bench import Report

@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from edgeinfer.cli.options import Command
 from edgeinfer.cli.terminal import note, show, visible
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.models.spec import ModelSpec

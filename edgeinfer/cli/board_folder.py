@@ -58,7 +58,7 @@ def run_on_folder(context: click.Context, folder: Path, to: str | None, out: Pat
 
     Raises MissingParameter where neither is asked for.
     """
-    from edgeinfer.errors import InvalidArgument
+    from edgeinfer.common.errors import InvalidArgument
 
     if context.params["unpack"]:
         if to is not None:
@@ -80,7 +80,7 @@ def _asks_for_check(context: click.Context) -> bool:
 
 def _check(folder: Path) -> None:
     """Print each fault of a folder. Raises BadBoardFolder where there are some."""
-    from edgeinfer.errors import BadBoardFolder
+    from edgeinfer.common.errors import BadBoardFolder
     from edgeinfer.exporters.fpga.doctor import faults_in, summary
 
     check_stdout()

@@ -30,8 +30,8 @@ from edgeinfer.cli.options import (
     warnings_as_notes,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason, show
-from edgeinfer.errors import BackendLost, InvalidArgument
-from edgeinfer.files import state_folder
+from edgeinfer.common.errors import BackendLost, InvalidArgument
+from edgeinfer.common.files import state_folder
 
 if TYPE_CHECKING:
     from edgeinfer.cli.sessions import Session

@@ -11,7 +11,7 @@ import click
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import show, visible
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 
 @click.command(cls=Command)
@@ -28,7 +28,7 @@ def devices(as_json: bool) -> None:
 
 def _cpu() -> dict[str, Any]:
     """The CPU, and why the native engine does not run on it, if so."""
-    from edgeinfer import devices as machine
+    from edgeinfer.common import devices as machine
 
     isa, isas, not_compiled, reason = None, [], [], None
     try:
@@ -66,8 +66,8 @@ def _opencl() -> dict[str, Any]:
 
 def _onnx() -> dict[str, Any]:
     """The execution providers of ONNX Runtime, and the reasons, as `_opencl` gives them."""
-    from edgeinfer import devices as machine
     from edgeinfer.backends.onnx.probe import probe_providers
+    from edgeinfer.common import devices as machine
     from edgeinfer.speculation.placement import names_of_providers
 
     found, reason = probe_providers()
@@ -99,7 +99,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     not_compiled = cpu["isas_not_compiled"]
     fields = {
@@ -114,7 +114,7 @@ def _cpu_lines(cpu: dict[str, Any]) -> Iterator[str]:
 
 
 def _device_lines(device: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     memory = f"{human_bytes(device['memory_bytes'])}, buffers of at most {human_bytes(device['max_buffer_bytes'])}"
     fields = {
@@ -131,7 +131,7 @@ def _device_lines(device: dict[str, Any]) -> Iterator[str]:
 
 
 def _provider_lines(provider: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     memory = provider["available_memory_bytes"]
     hardware = ", ".join(f"{kind} of {maker}" for kind, maker in provider["hardware"])

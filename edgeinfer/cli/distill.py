@@ -13,8 +13,8 @@ from edgeinfer.cli.options import FileName, OutputName, json_option, threads_opt
 from edgeinfer.cli.plotting import check_plot, figure_into
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
-from edgeinfer.files import check_writable
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.files import check_writable
 
 if TYPE_CHECKING:
     from edgeinfer.training.distill import Settings

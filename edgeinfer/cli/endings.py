@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
 
 _ENDING = ("SIGTERM", "SIGHUP")  # the latter when a terminal is closed; Windows lacks it
 

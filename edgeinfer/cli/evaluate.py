@@ -12,7 +12,7 @@ from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, json_option, threads_option, warnings_as_notes
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ReportLines, show, visible
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
 
 _FILE = FileName(exists=True, dir_okay=False)
 

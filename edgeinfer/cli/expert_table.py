@@ -10,7 +10,7 @@ import click
 
 from edgeinfer.cli.options import warnings_as_notes
 from edgeinfer.cli.terminal import ProgressBar, note, show, visible
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 if TYPE_CHECKING:
     from edgeinfer.expert_bench import CachePoint
@@ -51,7 +51,7 @@ def show_caches(model: Path, sizes: str, n_threads: int | None, budget: str | No
 
 
 def _line(point: CachePoint) -> str:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     cache = "all" if point.cache_bytes is None else human_bytes(point.cache_bytes)
     belady = "-" if point.belady is None else f"{point.belady:.1%}"

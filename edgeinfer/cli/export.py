@@ -176,7 +176,7 @@ def _left(to: str, request: Request) -> str:
 
 def _check_options(context: click.Context, to: str) -> None:
     """Raises InvalidArgument for options that do not go with the target or with one another."""
-    from edgeinfer.errors import InvalidArgument
+    from edgeinfer.common.errors import InvalidArgument
 
     for option in context.command.params:
         wanted = _ONLY_FOR.get(option.name or "", (to,))
@@ -191,7 +191,7 @@ def _check_options(context: click.Context, to: str) -> None:
 
 def _check_measured(given: dict[str, Any]) -> None:
     """Raises InvalidArgument for options of --type auto and --imatrix that lack their partner, before a long pass."""
-    from edgeinfer.errors import InvalidArgument
+    from edgeinfer.common.errors import InvalidArgument
 
     is_auto = (given["type"] or "").lower() == "auto"
     for name in ("size", "fit", "cost"):
@@ -242,9 +242,9 @@ def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
 
 
 def _bytes(text: str | None, name: str) -> int | None:
-    from edgeinfer.arguments import shown
-    from edgeinfer.errors import InvalidArgument
-    from edgeinfer.sizes import parse_size
+    from edgeinfer.common.arguments import shown
+    from edgeinfer.common.errors import InvalidArgument
+    from edgeinfer.common.sizes import parse_size
 
     if text is None:
         return None
@@ -262,7 +262,7 @@ def _bytes(text: str | None, name: str) -> int | None:
 
 def plan_lines(plan: Plan) -> list[str]:
     """A plan as text: types with counts and bytes, files, memory, disk, notes."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     lines, types = [], sorted({tensor.written for tensor in plan.tensors})
     for type in types:
@@ -282,7 +282,7 @@ def _planned(target: Any, request: Request) -> Plan:
 
 def _written(target: Any, request: Request, plan: Plan) -> Result:
     """What the target writes, with its progress in bytes."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     total = sum(plan.files.values())
     with ReportLines() as lines:
@@ -293,7 +293,7 @@ def _written(target: Any, request: Request, plan: Plan) -> Result:
 
 
 def _report(result: Result, request: Request) -> None:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     for path in result.files:
         note(f"{path}: {path.stat().st_size / 1e6:.0f} MB")

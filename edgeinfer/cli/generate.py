@@ -26,7 +26,7 @@ from edgeinfer.cli.options import (
     warnings_as_notes,
 )
 from edgeinfer.cli.terminal import ProgressBar, Writer
-from edgeinfer.user_text import decoded
+from edgeinfer.common.user_text import decoded
 
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)

@@ -22,12 +22,12 @@ def imatrix(model: Path, calibration: Path | None, out: Path, n_threads: int | N
     MODEL, a GGUF file or a folder of Hugging Face, runs a text, and the squares of what each matrix reads are summed by
     column. The file is for `edgeinfer export --imatrix` and for llama.cpp's llama-quantize.
     """
+    from edgeinfer.common.file_identity import Sources
+    from edgeinfer.common.files import check_writable
     from edgeinfer.exporters.calibration.collect import imatrix_of
     from edgeinfer.exporters.calibration.imatrix import write_imatrix
     from edgeinfer.exporters.manifest import source_files
     from edgeinfer.exporters.source import open_source
-    from edgeinfer.file_identity import Sources
-    from edgeinfer.files import check_writable
 
     check_writable(out)
     read = [*source_files(model), *([] if calibration is None else [calibration])]

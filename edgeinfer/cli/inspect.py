@@ -100,7 +100,7 @@ def _types(model: ModelFile) -> dict[str, dict[str, int]]:
 
 
 def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     tokenizer = summary["tokenizer"]
     files = f" in {summary['n_files']} files" if summary["n_files"] > 1 else ""
@@ -132,7 +132,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 def _tensor_lines(model: ModelFile) -> Iterator[str]:
     """One line a tensor: name, shape in numpy's order, type, bytes, offset."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     for info in model.tensors.values():
         shape = " x ".join(map(str, info.shape))

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 from edgeinfer.cli.options import warnings_as_notes
 from edgeinfer.cli.streams import Command
 from edgeinfer.cli.terminal import ReportLines, note
-from edgeinfer.errors import ModelNotFound
+from edgeinfer.common.errors import ModelNotFound
 
 _HF_REPO = "Model of Hugging Face, downloaded where its cache lacks it.  [default of QUANT: Q4_K_M, or the first file]"
 

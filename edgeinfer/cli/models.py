@@ -13,7 +13,7 @@ import click
 from edgeinfer.cli.options import json_option
 from edgeinfer.cli.streams import Command, check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note, one_line, show
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 if TYPE_CHECKING:
     from edgeinfer.library.local import LocalModel, LocalModels
@@ -107,7 +107,7 @@ def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
 
     runs_on = "drafts" if row["kind"] == "draft head" else row["runs_on"] or "-"
     peak = row["peak_bytes"]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import click
 
-from edgeinfer.arguments import check_file_name
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.arguments import check_file_name
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.settings import CacheType, TernaryBits, options_of, variable_of
+from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
-from edgeinfer.settings import CacheType, TernaryBits, options_of, variable_of
-from edgeinfer.user_text import decoded
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from edgeinfer.cli.options import FileName, MayNameFile, OutputName
-from edgeinfer.errors import InvalidArgument, ModelNotFound
-from edgeinfer.files import check_kept, files_read_in
+from edgeinfer.common.errors import InvalidArgument, ModelNotFound
+from edgeinfer.common.files import check_kept, files_read_in
 
 _PACKED = ".packed"  # beside a model, see backends.native.packed
 _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)

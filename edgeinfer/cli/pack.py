@@ -10,11 +10,11 @@ import click
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import FileName, warnings_as_notes
 from edgeinfer.cli.terminal import ProgressBar, note
-from edgeinfer.errors import UnsupportedModel
-from edgeinfer.files import check_kept, check_writable
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.files import check_kept, check_writable
 
 if TYPE_CHECKING:
-    from edgeinfer.settings import TernaryBits
+    from edgeinfer.common.settings import TernaryBits
 
 
 @click.command(cls=ModelCommand, model="model")
@@ -34,7 +34,7 @@ def pack(model: Path, ternary_bits: TernaryBits | Literal["auto"], verify: bool)
     pages. MODEL is unchanged and still needed. If MODEL changes, pack it again.
     """
     from edgeinfer.backends.native import NativeBackend
-    from edgeinfer.backends.native.packed import packed_path, verify_packed
+    from edgeinfer.backends.native.packing.packed import packed_path, verify_packed
     from edgeinfer.models import read_spec
     from edgeinfer.models.gguf import ModelFile
 

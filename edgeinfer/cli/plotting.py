@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
-from edgeinfer.files import check_writable, written_whole
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.files import check_writable, written_whole
 
 if TYPE_CHECKING:
     from edgeinfer.speculation.timeline import Event

@@ -25,7 +25,7 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.plotting import check_plot
 from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import show, visible
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
@@ -105,7 +105,7 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
 
 def _check_budget(found: Profile, memory: str | None) -> None:
     """Raises BudgetExceeded where the memory that was given is too little. What is free here is no limit to a plan."""
-    from edgeinfer.arguments import human_bytes
+    from edgeinfer.common.arguments import human_bytes
     from edgeinfer.profiler.fit import LEAST_CONTEXT
 
     if found.fit is not None and not found.fit:

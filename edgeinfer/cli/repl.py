@@ -20,7 +20,7 @@ from edgeinfer.cli.sessions import Session, session_lines
 from edgeinfer.cli.settings import Settings
 from edgeinfer.cli.terminal import ProgressBar, Writer, note, reason
 from edgeinfer.cli.thinking import Thinking
-from edgeinfer.errors import BackendLost, BudgetExceeded, ContextOverflow, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import BackendLost, BudgetExceeded, ContextOverflow, EdgeInferError, InvalidArgument
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Answer

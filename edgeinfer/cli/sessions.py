@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument
-from edgeinfer.files import state_folder
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.files import state_folder
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation

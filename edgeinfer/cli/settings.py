@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from edgeinfer.cli.options import SETTINGS, max_tokens, sampling_given
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 
 _DEFAULT = "default"

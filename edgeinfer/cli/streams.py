@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 _STREAMS = (  # as if stdin were empty, stdout refused everything, and stderr took everything
     ("stdin", os.O_RDONLY, "r"),

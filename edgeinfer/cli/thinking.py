@@ -10,7 +10,7 @@ import click
 
 from edgeinfer.cli.markdown import answer_writer
 from edgeinfer.cli.terminal import has_colours, terminal_width
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 _SECONDS = 0.1  # between counts of the tokens
 

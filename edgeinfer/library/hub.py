@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from edgeinfer.arguments import human_bytes, shown
-from edgeinfer.errors import DownloadError, EdgeInferError, ModelNotFound, warn
-from edgeinfer.files import file_sha256
+from edgeinfer.common.arguments import human_bytes, shown
+from edgeinfer.common.errors import DownloadError, EdgeInferError, ModelNotFound, warn
+from edgeinfer.common.files import file_sha256
 from edgeinfer.library.gguf_names import has_quant, missing_parts, models_among, quant_of
 from edgeinfer.library.references import HubReference
 

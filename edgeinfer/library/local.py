@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import ModelNotFound
-from edgeinfer.files import data_folder, expanded, home_folder
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import ModelNotFound
+from edgeinfer.common.files import data_folder, expanded, home_folder
 from edgeinfer.library.gguf_names import is_gguf, missing_parts, models_among, quant_of, stem_of
 from edgeinfer.library.hub import cache_folder, snapshots
 

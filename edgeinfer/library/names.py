@@ -7,8 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from edgeinfer.arguments import check_file_name
-from edgeinfer.errors import InvalidArgument, ModelFileError, ModelNotFound
+from edgeinfer.common.arguments import check_file_name
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, ModelNotFound
 from edgeinfer.library.gguf_names import is_gguf, stem_of
 from edgeinfer.library.hub import DownloadProgress, fetch
 from edgeinfer.library.local import LocalModel, local_models

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.library.gguf_names import is_gguf
 
 PREFIX = "hf:"

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from edgeinfer import devices
-from edgeinfer.arguments import MAX_INT32, check_choice, check_integer
 from edgeinfer.backends.base import Backend, ExpertBackend, Model, Progress
-from edgeinfer.errors import (
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import MAX_INT32, check_choice, check_integer
+from edgeinfer.common.errors import (
     BackendCrashed,
     BackendUnavailable,
     BudgetExceeded,
@@ -18,13 +18,13 @@ from edgeinfer.errors import (
     UnsupportedModel,
     warn,
 )
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, ExpertSizes, MemoryPlan
 from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import TERNARY_TYPES, ModelFile
 from edgeinfer.offload.cache_size import AUTO, parse, wanted_bytes
 from edgeinfer.offload.file_experts import has_experts
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, ExpertSizes, MemoryPlan
 
 DEFAULT_N_CTX = 4096  # at most, where the caller says nothing
 _BACKENDS = {

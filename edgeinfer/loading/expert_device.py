@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from edgeinfer.backends.base import Model, TieredModel
-from edgeinfer.errors import BackendLost, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import BackendLost, InvalidArgument, UnsupportedModel
+from edgeinfer.common.types import Device
 from edgeinfer.loading.backend_choice import PlannedModel
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models import Experts, ModelSpec
@@ -16,7 +17,6 @@ from edgeinfer.offload.placement import ExpertTimes, interpolated
 from edgeinfer.offload.tier import DeviceTier, measured_seconds
 from edgeinfer.offload.tier_size import parse_bytes, slots_of
 from edgeinfer.offload.usage import load_usage, usage_key
-from edgeinfer.types import Device
 
 if TYPE_CHECKING:
     from edgeinfer.backends.opencl import DeviceInfo

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgeinfer.backends.base import HasProcesses, MeasurableBackend
-from edgeinfer.files import cache_folder
+from edgeinfer.common.files import cache_folder
 from edgeinfer.loading.backend_choice import PlannedModel, Target
 from edgeinfer.memory.budget import Item, Ledger, ledger
 from edgeinfer.memory.process import Process, measure_process

@@ -6,10 +6,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from edgeinfer.arguments import shown
 from edgeinfer.backends.base import ExpertBackend, Model, Session
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import InvalidArgument, UnsupportedModel, warn
 from edgeinfer.engine import Engine, Helpers, Loaded
-from edgeinfer.errors import InvalidArgument, UnsupportedModel, warn
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.backend_choice import PlannedModel

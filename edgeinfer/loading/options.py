@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from edgeinfer.arguments import MAX_INT32, check_callback, check_flag, check_text, shown
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.settings import (
+from edgeinfer.common.arguments import MAX_INT32, check_callback, check_flag, check_text, shown
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import (
     DEFAULT_DRAFT_MAX,
     PlanKeywords,
     PlanOptions,
@@ -25,7 +25,7 @@ from edgeinfer.settings import (
     options_of,
     or_none,
 )
-from edgeinfer.sizes import SizeRequest
+from edgeinfer.common.sizes import SizeRequest
 
 BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]
 TernaryChoice: TypeAlias = Literal["auto"] | TernaryBits

@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import UnsupportedModel, warn
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import UnsupportedModel, warn
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
 from edgeinfer.loading.expert_device import TierPlan, plan_tier, with_tier
 from edgeinfer.loading.ledger import ledger_of, process_of
@@ -34,8 +36,6 @@ from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.cache_size import AUTO, fitting_bytes, largest_cache, parse
 from edgeinfer.offload.size_search import CacheSizeSearch, load_search, search_key
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import ExpertSizes
 
 if TYPE_CHECKING:
     from edgeinfer.speculation.plan import DraftChoice, DraftPlan
@@ -316,4 +316,4 @@ def _draft_steps(choice: DraftChoice, wanted: FitSettings, settings: FitSettings
     if choice.file is not None and settings.places != wanted.places:
         what = "draft head" if choice.file_name == "head" else "draft model"
         where = {"cpu": " on devices that use main memory", "own memory": " on the CPU", "none": ""}[settings.places]
-        yield f"no {what}{where}" if choice.is_shipped else f"no {what}{where} ({choice.file.path.name})"
+        yield f"no {what}{where} ({choice.file.path.name})"

@@ -9,18 +9,17 @@ from functools import partial
 from itertools import cycle
 from typing import NoReturn
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded
+from edgeinfer.common.types import MemoryUse
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
-from edgeinfer.exporters.gguf.skeleton import write_skeleton
-from edgeinfer.exporters.gguf.writer import Tensor, layout
+from edgeinfer.exporters.gguf.writer import Tensor
 from edgeinfer.exporters.source import Bytes, GgufSource
-from edgeinfer.files import temporary_folder
+from edgeinfer.exporters.virtual_file import VirtualModelFile
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.loading.plan import LoadPlan, plan_load
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import MemoryUse
 
 Types = Mapping[str, GGMLType]
 
@@ -103,12 +102,8 @@ def _in_types(file: ModelFile, types: Types) -> Iterator[ModelFile]:
         Tensor(each.name, types.get(each.name, each.type), each.shape, partial(_pieces, file, each.name))
         for each in source.tensors
     ]
-    with temporary_folder() as folder:
-        path = folder / "skeleton.gguf"
-        write_skeleton(path, layout(source.metadata, tensors), tensors)
-        with ModelFile.open(path) as skeleton:
-            skeleton.path = file.path  # for messages
-            yield skeleton
+    with VirtualModelFile.without_matrices(file.path, source.metadata, tensors) as made:
+        yield made
 
 
 def _pieces(file: ModelFile, name: str) -> Iterator[Bytes]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.memory.budget import Ledger
-from edgeinfer.settings import LoadSettings
 
 DraftPlaces: TypeAlias = Literal["all", "cpu", "own memory", "none"]
 LEAST_BATCH = 16  # tokens of a pass: with fewer the weights are read so often that a prompt takes several times as long

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
-from edgeinfer.sizes import SizeRequest, parse_size
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.sizes import SizeRequest, parse_size
 
 # Without a budget, a sixteenth of what is free is left, within these bounds: page tables and buffers of the kernel, the
 # page cache that files are read through, and what other programs take while the model runs.

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common.settings import CacheType
 from edgeinfer.memory.budget import Ledger, Purpose
 from edgeinfer.memory.fit import Fitting, S, largest_n_ctx
 from edgeinfer.memory.limit import Limit
-from edgeinfer.settings import CacheType
 
 # Of a weight, in the smallest format that a whole model is quantised to and that the native engine runs (Q2_K).
 _LEAST_BITS = 2.625

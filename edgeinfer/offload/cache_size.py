@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.sizes import AUTO, SizeRequest, parse_size
-from edgeinfer.types import ExpertSizes
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.sizes import AUTO, SizeRequest, parse_size
+from edgeinfer.common.types import ExpertSizes
 
 ALL = SizeRequest(share=1.0)
 _FREE = 16  # where the model does not fit, one part in so many of the memory is left to drafters and others

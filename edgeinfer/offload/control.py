@@ -10,16 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Watcher, chained
+from edgeinfer.common.other_work import LoadMeter, MachineClock
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.prefetch import FirstLayerTable, PrefetchControl, WindowStats
 from edgeinfer.offload.pressure import MemoryPressure, ResizableCache
 from edgeinfer.offload.reads import ExpertReads, StoreStats, reads_of
 from edgeinfer.offload.size_search import load_search, save_search, search_key
 from edgeinfer.offload.usage import ExpertUsage, load_usage, save_usage, usage_key
-from edgeinfer.types import ExpertSizes
 
 _OBSERVED = 17  # passes, in one of which experts are predicted only to count; no multiple of a window's
 _COLD = 16  # passes of one row after which a cache is warm enough for its speed to say something
+_BLOCK = 8  # passes of one row that count together for the speed, or not, as other programs work meanwhile
+_MOST_OF_OTHERS = 0.25  # cores that others may use while passes count
 
 
 class ExpertCache(Protocol):
@@ -77,6 +80,30 @@ class ExpertModel(Protocol):
         ...
 
 
+class _QuietSpeed:
+    """The speed of passes of one row while other programs hardly work: they make any size of the cache look bad."""
+
+    def __init__(self) -> None:
+        self.n_passes, self.seconds = 0, 0.0  # that count
+        self._n_open, self._open_seconds = 0, 0.0  # of the block that is not over yet
+        self._meter = LoadMeter(MachineClock())
+
+    def add(self, seconds: float) -> None:
+        """A pass took so long."""
+        self._n_open += 1
+        self._open_seconds += seconds
+        if self._n_open == _BLOCK:
+            if self._meter.load() <= _MOST_OF_OTHERS:
+                self.n_passes += self._n_open
+                self.seconds += self._open_seconds
+            self.begin()
+
+    def begin(self) -> None:
+        """Begin a block: what was not counted so far never is."""
+        self._n_open, self._open_seconds = 0, 0.0
+        self._meter = LoadMeter(MachineClock())
+
+
 class ExpertControl:
     """Watches the passes of a model with an expert cache (`run`), and decides what is read ahead.
 
@@ -102,7 +129,8 @@ class ExpertControl:
         self._pressure = MemoryPressure(cache, sizes.least) if isinstance(cache, ResizableCache) else None
         self._window = cache.stats()
         self._window_began = time.perf_counter()
-        self._n_passes, self._seconds = 0, 0.0  # of one row
+        self._n_passes = 0  # of one row
+        self._speed = _QuietSpeed()
         self._final = ExpertReads(cache.n_bytes)
 
     @property
@@ -145,11 +173,11 @@ class ExpertControl:
         if self._keys is None:
             return
         save_usage(self._keys[0], self._usage)
-        n_counted = self._n_passes - _COLD
+        n_counted, seconds = self._speed.n_passes, self._speed.seconds
         had_its_size = self._pressure is None or not self._pressure.has_given_back
-        if had_its_size and n_counted > 0 and self._seconds > 0:
+        if had_its_size and seconds > 0:
             search = load_search(self._keys[1])
-            if search.tell(self._final.cache_bytes, n_counted / self._seconds, self._final.hit_rate, n_counted):
+            if search.tell(self._final.cache_bytes, n_counted / seconds, self._final.hit_rate, n_counted):
                 save_search(self._keys[1], search)
 
     def _learn(self, cache: ExpertCache, tokens: Sequence[int], seconds: float) -> None:
@@ -159,7 +187,10 @@ class ExpertControl:
         self._table.learn(tokens[len(tokens) - n_rows :], routing[self._first].tolist())
         if len(tokens) == 1:
             self._n_passes += 1
-            self._seconds += seconds if self._n_passes > _COLD else 0.0
+            if self._n_passes > _COLD:
+                self._speed.add(seconds)
+            elif self._n_passes == _COLD:
+                self._speed.begin()
         if self._predicting is not None and self._prefetch.after_pass(seconds, len(tokens)):
             self._end_window(self._predicting)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 _CLEARLY = 1.5  # times as large a score is worth a transfer while the link is idle
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
 from edgeinfer.offload.routing import Routing
-from edgeinfer.overriding import override
 
 _NEVER = 1 << 62
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import warn
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import warn
 
 _FLOOR_SHARE = 64  # of the machine's memory, one part is the floor, within these bounds
 _LEAST_FLOOR, _MOST_FLOOR = 16 << 20, 512 << 20

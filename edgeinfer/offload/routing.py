@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 NONE = -1  # no expert, where a layer was not run for a token
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.devices import cpu_name
+from edgeinfer.common.devices import cpu_name
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 

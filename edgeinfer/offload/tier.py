@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import ExpertTier, Watcher
-from edgeinfer.errors import BackendLost, warn
+from edgeinfer.common.errors import BackendLost, warn
+from edgeinfer.common.overriding import override
 from edgeinfer.offload.placement import ExpertTimes, GpuCache, Wanted, WantedExpert, assign_held
-from edgeinfer.overriding import override
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
 _MOST_KNOWN = 1024  # decisions that are kept

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.sizes import AUTO, SizeRequest
 from edgeinfer.offload.cache_size import parse
-from edgeinfer.sizes import AUTO, SizeRequest
 
 
 class Buffers(Protocol):

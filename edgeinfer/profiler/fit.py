@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.memory.fit import fit_context
 from edgeinfer.profiler.planner import Planned, Planner, contexts_up_to
 from edgeinfer.profiler.speed import Speed
-from edgeinfer.settings import CacheType, LoadSettings
 
 BEST = "first what leaves the text as it is, then the longest context, then expected speed"
 LEAST_CONTEXT = 64  # tokens of the shortest context that is tried

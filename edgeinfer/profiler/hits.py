@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.size_search import CacheSizeSearch, load_search, search_key
 from edgeinfer.offload.usage import load_usage, usage_key
-from edgeinfer.types import ExpertSizes
 
 # Hit rates of this engine's eviction by the share of the experts in memory: means over the recorded routing of three
 # models (docs/measurements/hit-rates.json). Nothing in memory hits nothing.

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer import devices
 from edgeinfer.backends.native import MachineLimits, best_isa, build_id
 from edgeinfer.backends.native.busy import Busy
+from edgeinfer.common import devices
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 
 _KIND, _FORMAT = "machines", 1

@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from edgeinfer import devices
 from edgeinfer.backends.native import best_isa, build_id
 from edgeinfer.backends.native.trial import PROMPT, PassTimes, time_passes, weight_bytes
 from edgeinfer.backends.native.tuning import kept_choices
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common import devices
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import Mixer, ModelSizes, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.file_experts import experts_of, is_of_experts
@@ -22,7 +23,6 @@ from edgeinfer.profiler.machine import Machine
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.speculation.calibration import default_folder, load_curve, monotonic
 from edgeinfer.speculation.open import costs_key
-from edgeinfer.types import Device, MemoryPlan
 
 Origin = Literal["calibrated", "made-up weights", "limits"]
 _KIND, _FORMAT = "passes", 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import ExpertSizes, MemoryPlan
 from edgeinfer.loading import plan
 from edgeinfer.loading.backend_choice import choose_target
 from edgeinfer.loading.options import LoadOptions
@@ -15,10 +17,8 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
-from edgeinfer.types import ExpertSizes, MemoryPlan
 
 
 @dataclass(frozen=True)

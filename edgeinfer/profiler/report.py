@@ -8,8 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from edgeinfer.arguments import check_flag, check_integer, shown
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.arguments import check_flag, check_integer, shown
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.sizes import parse_amount
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
@@ -22,9 +25,6 @@ from edgeinfer.profiler.machine import Machine, Wishes, described, measure_disk,
 from edgeinfer.profiler.passes import Passes, Work, expected_passes, trial_times
 from edgeinfer.profiler.planner import Planned, Planner, contexts_up_to
 from edgeinfer.profiler.speed import Speed, SpeedModel
-from edgeinfer.settings import LoadSettings
-from edgeinfer.sizes import parse_amount
-from edgeinfer.types import ExpertSizes
 
 if TYPE_CHECKING:
     from edgeinfer.profiler.verify import Verification

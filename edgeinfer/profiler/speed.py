@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX, LoadSettings
 from edgeinfer.profiler.hits import HitRate, union_of
 from edgeinfer.profiler.machine import Machine
 from edgeinfer.profiler.passes import Passes, Work
 from edgeinfer.profiler.planner import Planned
-from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
 
 _RATE_OF_A_MODEL = 0.7  # share of a draft model's tokens that are accepted, where nothing says otherwise
 

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.gguf.file_types import name_of_file_type
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.draft_head import is_draft_head

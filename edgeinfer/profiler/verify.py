@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from edgeinfer import errors
 from edgeinfer.backends.driver_probe import interpreter
-from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.common import errors
+from edgeinfer.common.errors import BackendLost, EdgeInferError
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Item, Ledger
 

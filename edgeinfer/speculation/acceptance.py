@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import AcceptanceModel
 from edgeinfer.speculation.tree import DraftTree

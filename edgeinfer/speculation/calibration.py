@@ -10,12 +10,12 @@ from typing import Protocol
 
 from numpy.typing import ArrayLike
 
+from edgeinfer.common.other_work import MOST_SHARE, LoadMeter, MachineClock
+from edgeinfer.common.types import LogitsRows, Output
 from edgeinfer.models import ModelSizes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import read_record, record_folder, record_key, write_record
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
-from edgeinfer.speculation.other_work import MOST_SHARE, LoadMeter, MachineClock
-from edgeinfer.types import LogitsRows, Output
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SIZES_FAR = (1, 4, 8, 16)

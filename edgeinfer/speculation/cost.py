@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from edgeinfer.settings import DEFAULT_DRAFT_MAX
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 
 MAX_TOKENS = DEFAULT_DRAFT_MAX + 1  # of a batch whose cost is known
 

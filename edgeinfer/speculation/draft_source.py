@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
+from edgeinfer.common.types import LogitsRows, Output
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
@@ -18,7 +19,6 @@ from edgeinfer.speculation.drafters.base import CostlyDrafter
 from edgeinfer.speculation.drafters.cross_vocabulary import model_drafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH, HeadDrafter
-from edgeinfer.types import LogitsRows, Output
 
 
 @dataclass(frozen=True)

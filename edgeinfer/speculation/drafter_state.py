@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from edgeinfer.errors import BackendLost, Interrupted
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.errors import BackendLost, Interrupted
+from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, CostlyDrafter, Drafter, FeatureDrafter
 from edgeinfer.speculation.stats import StatsCounter

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
 from edgeinfer.speculation.cost import MAX_RATIO_OF_TWO, MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.expert_passes import ExpertPasses, PassExperts
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgeinfer.backends.native import NativeModel
+from edgeinfer.common.overriding import override
 from edgeinfer.models import Experts, ModelSpec
-from edgeinfer.overriding import override
 
 
 @dataclass(frozen=True, slots=True)

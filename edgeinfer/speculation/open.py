@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from edgeinfer import devices
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import (
     NativeBackend,
@@ -16,12 +15,14 @@ from edgeinfer.backends.native import (
     build_id,
     load_head,
 )
-from edgeinfer.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BudgetExceeded, EdgeInferError, UnsupportedModel
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.draft_vocab import storage_facts
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.calibration_text import calibration_tokens
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
@@ -40,7 +41,6 @@ from edgeinfer.speculation.open_on_device import open_on_device
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.plan import DraftPlan, drafter_name
 from edgeinfer.speculation.throughput import is_overlapping_faster
-from edgeinfer.types import Device, MemoryPlan
 
 # At most, for both curves of a model together; a draft model's passes take less time.
 _CALIBRATION_SECONDS, _DRAFT_CALIBRATION_SECONDS = 2.0, 0.6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.speculation.calibration import cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.draft_source import DraftSource, TimedLevels
@@ -12,7 +13,6 @@ from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.overlapped import overlapped
 from edgeinfer.speculation.drafters.watchdog import Watchdog, watched
 from edgeinfer.speculation.placement import DraftDevice
-from edgeinfer.types import Device, MemoryPlan
 
 _OPENING_SECONDS = 120.0  # for a device to load a model, before it counts as hanging
 _CALIBRATION_SECONDS = 0.6

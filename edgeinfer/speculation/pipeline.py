@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.errors import BackendLost, EdgeInferError
+from edgeinfer.common.errors import BackendLost, EdgeInferError
+from edgeinfer.common.other_work import Preemptions
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import Features, Logits
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.settings import DEFAULT_DRAFT_MAX
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import ChainLengthRule
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
-from edgeinfer.speculation.other_work import Preemptions
 from edgeinfer.speculation.padding import PassPadding
 from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
@@ -26,7 +27,6 @@ from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
 from edgeinfer.speculation.verify import Draw, accept
-from edgeinfer.types import Features, Logits
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
 _MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts
@@ -41,7 +41,8 @@ class Job:
 
     text: the tokens so far, the last of which is not committed; extended by what is sampled.  limit: most tokens.
     draw: the target's sampler.  is_greedy: it takes the most probable token.  stop_ids: tokens that end the text.
-    is_plain, params: see Context.  n_drawn: tokens so far.
+    is_plain, params: see Context.  note: called with each token and the logits that it was drawn from, None for
+    nobody.  n_drawn: tokens so far.
     """
 
     text: list[int]
@@ -51,6 +52,7 @@ class Job:
     stop_ids: Container[int]
     is_plain: bool = False
     params: SamplingParams | None = None
+    note: Callable[[Logits, int], None] | None = None
     n_drawn: int = 0
 
     @property
@@ -96,6 +98,11 @@ class Speculator:
     def drafters(self) -> list[Drafter]:
         """The drafters, replaced ones left out."""
         return [state.drafter for state in self._states]
+
+    @property
+    def most_rows(self) -> int:
+        """Most rows of logits that a pass gives."""
+        return self._draft_max + 1
 
     @property
     def timeline(self) -> Timeline | None:
@@ -225,6 +232,9 @@ class Speculator:
         new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
         self._session.commit(path)
         committed = perf_counter()
+        if job.note is not None:
+            for row, token in zip(path, new, strict=True):
+                job.note(out.logits[row], token)
         accepted = [row - 1 for row in path[1:]]
         self._learn(proposals, tree, accepted, new)
         features = out.features

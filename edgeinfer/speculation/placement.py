@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from edgeinfer import devices
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan
 
 if TYPE_CHECKING:
     from edgeinfer.backends.onnx import ProviderInfo

@@ -8,15 +8,16 @@ from pathlib import Path
 
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX, LoadSettings
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import MemoryPlan
 from edgeinfer.library.names import find_model
 from edgeinfer.memory.fit import DraftPlaces
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import DEFAULT_DRAFT_MAX, LoadSettings
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.speculation.draft_names import drafters_named
 from edgeinfer.speculation.drafters.answer_file import AnswerFile
 from edgeinfer.speculation.drafters.answers import LEAST_TOKENS as LEAST_ANSWER_TOKENS
@@ -31,7 +32,6 @@ from edgeinfer.speculation.drafters.suffix import LEAST_TOKENS, SuffixDrafter
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.expert_passes import experts_in
 from edgeinfer.speculation.placement import DraftDevice, devices_named
-from edgeinfer.types import MemoryPlan
 
 _LOGITS_BYTES = 12 << 20  # of a pass: 12 MiB are 32 rows for 98,000 tokens, 11 for 262,000; longer drafts are rare
 _LEAST_DRAFTED = 7
@@ -102,11 +102,6 @@ class DraftChoice:
     def file_name(self) -> str:
         """The drafter of the file, "" without one."""
         return "" if self.file is None else drafter_name(self.file)
-
-    @property
-    def is_shipped(self) -> bool:
-        """Whether the file is a head that this package ships, whose name says nothing to a user."""
-        return self.file is not None and self.file.path.parent == heads_folder()
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
         """Values of FitSettings.tables, the largest tables first, down to the least that are of use, and to none."""
@@ -205,26 +200,23 @@ def find_drafters(
 ) -> DraftChoice:
     """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
-    "auto" includes the head that this package ships for the target, if there is one.  plan: of the target as it is
-    wanted.  draft_device: where a draft model is to run; see edgeinfer.speculation.placement.  draft_max: most draft
-    tokens that a pass is to verify.  draft_memory: file that keeps earlier answers.
+    plan: of the target as it is requested.  draft_device: where a draft model is to run; see
+    edgeinfer.speculation.placement.  draft_max: most draft tokens that a pass is to verify.  draft_memory: file that
+    keeps earlier answers.
     """
     free, name = drafters_named(draft)
-    packaged = head_beside(target, heads_folder()) if draft == "auto" else None
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
     if draft_memory is not None and AnswersDrafter.name in free:
         found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)
     elif draft_memory is not None:
         found.dropped["answers"] = f"{draft_memory} is for them, and `draft` leaves them out"
-    if packaged is None and name is None:
+    if name is None:
         if draft_device not in ("auto", "cpu"):
             found.dropped[draft_device] = "there is no draft model (-md) to run there"
         return found
     try:
-        place = packaged if name is None else find_model(name, "draft")
-        assert place is not None  # one of both is there
-        file = ModelFile.open(place)
+        file = ModelFile.open(find_model(name, "draft"))
     except InvalidArgument:
         raise
     except (EdgeInferError, OSError) as error:
@@ -246,19 +238,6 @@ def find_drafters(
 def draft_max_of(n_vocab: int) -> int:
     """Most draft tokens that a pass verifies: as many as leave their logits within _LOGITS_BYTES, and at least 7."""
     return max(_LEAST_DRAFTED, min(DEFAULT_DRAFT_MAX, _LOGITS_BYTES // (4 * n_vocab) - 1))
-
-
-def heads_folder() -> Path:
-    """The folder of the heads that this package ships: <fingerprint of the target>.gguf."""
-    return Path(__file__).parents[1] / "heads"
-
-
-def head_beside(target: ModelFile, folder: Path) -> Path | None:
-    """The head for a model in a folder of heads, None if there is none."""
-    if not any(folder.glob("*.gguf")):
-        return None
-    path = folder / f"{fingerprint(target)}.gguf"
-    return path if path.exists() else None
 
 
 def drafter_name(file: ModelFile) -> str:
@@ -287,9 +266,7 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
             _check_on_cpu(file, draft_device)
             draft_device = "cpu"
     found.file = file
-    if not isinstance(found.spec, HeadSpec) or draft_device != "auto":
-        # A head is so small that the CPU is done before another device has answered.
-        _add_places(found, file, found.spec, plan, draft_device)
+    _add_places(found, file, found.spec, plan, draft_device)
     found.plan(plan)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 
 N_BUCKETS = 128
 

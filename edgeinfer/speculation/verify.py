@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from typing import NamedTuple, TypeAlias
 
-from edgeinfer.errors import NumericalError
-from edgeinfer.types import Logits
+from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.types import Logits
 
 Draw: TypeAlias = Callable[[Logits, list[int]], int]  # logits (n_vocab,) and the text so far: the token that follows
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session, run_text
-from edgeinfer.errors import NumericalError
+from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.types import TokenIds
 from edgeinfer.training.target import TorchTarget
-from edgeinfer.types import TokenIds
 
 # Of the median position, in units of the standard deviation of its logits. Both round activations to 8 bits alike, but
 # sum in another order, so a number now and then rounds to the next code, a step of 1/127 of its block's largest, and

@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import BranchingSession, run_text
 from edgeinfer.backends.checks import common_length
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits, LogitsRows, Output
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import ModelSpec, attention_of
-from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.training.corpus import AnswerRequest, Author, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
-from edgeinfer.types import Logits, LogitsRows, Output
 
 MIN_ANSWER = 8
 ROWS = 3072  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import TokenIds
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.overriding import override
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.author import Answer, Asked, TurnAuthor
 from edgeinfer.training.features import Halves, Recorder, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
-from edgeinfer.types import TokenIds
 
 MOST_K = 256  # most likely tokens that are drawn from, where there is no top_k
 SHORT = 256  # tokens: longer prompts are answered apart, as every text of a batch is attended to up to the longest

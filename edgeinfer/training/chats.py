@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.chat import Conversation
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 from edgeinfer.engine import Engine
-from edgeinfer.errors import EdgeInferError, InvalidArgument
 from edgeinfer.message import Message
 from edgeinfer.record_cache import record_name
 from edgeinfer.training.author import MIN_ANSWER, encode

@@ -18,12 +18,12 @@ from zipfile import BadZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, ModelFileError
-from edgeinfer.files import write_whole
+from edgeinfer.common.errors import InvalidArgument, ModelFileError
+from edgeinfer.common.files import write_whole
+from edgeinfer.common.signal_handlers import is_from_handler
+from edgeinfer.common.types import TokenIds
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.training.prompts import Prompt
-from edgeinfer.types import TokenIds
 
 Part = Literal["train", "tasks", "held"]
 LEARNT: tuple[Part, ...] = ("train", "tasks")

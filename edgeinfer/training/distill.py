@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgeinfer import devices
+from edgeinfer.common import devices
+from edgeinfer.common.errors import Interrupted, InvalidArgument, UnsupportedModel
+from edgeinfer.common.file_identity import Sources
+from edgeinfer.common.files import write_whole
+from edgeinfer.common.types import TokenIds
 from edgeinfer.engine import Engine
-from edgeinfer.errors import Interrupted, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
-from edgeinfer.file_identity import Sources
-from edgeinfer.files import write_whole
 from edgeinfer.loading.open import load
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import MOST_TAPS, HeadSpec, check_target, fingerprint, read_head
@@ -61,7 +62,6 @@ from edgeinfer.training.target import TorchTarget
 from edgeinfer.training.tasks import Written, task_prompts
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
-from edgeinfer.types import TokenIds
 
 AuthorName = Literal["auto", "native", "torch"]
 CHARACTERS = 3  # of a token, at least, in what prompts are built of

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.common.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.loading.open import load
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec

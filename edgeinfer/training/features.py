@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import Session, run_text
-from edgeinfer.errors import ModelFileError, NumericalError
-from edgeinfer.files import write_whole
-from edgeinfer.overriding import override
+from edgeinfer.common.errors import ModelFileError, NumericalError
+from edgeinfer.common.files import write_whole
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import TokenIds
 from edgeinfer.training.corpus import Corpus, Report, TrainingText
-from edgeinfer.types import TokenIds
 
 Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side
 Taps = bool | tuple[int, ...]  # which of the target's rows, see Session.forward(hidden=...)

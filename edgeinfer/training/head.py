@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, RopeSpec, attention_of, dense_of
 from edgeinfer.models.draft_head import ARCHITECTURE, HeadSpec
 from edgeinfer.models.formats import dequantize

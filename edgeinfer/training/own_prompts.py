@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.backends.checks import common_length
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.files import write_whole
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.files import write_whole
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.corpus import Author, Report
 from edgeinfer.training.prompts import Prompt, read_prompts

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import InvalidArgument
-from edgeinfer.user_text import without_mark
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.user_text import without_mark
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from edgeinfer.common.types import TokenIds
 from edgeinfer.training.head import DraftHead, KeysValues
-from edgeinfer.types import TokenIds
 
 DEPTH = 8  # levels of a tree
 BEAM = 8  # nodes of a level that are expanded

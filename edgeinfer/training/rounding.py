@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.gguf import GGMLType
 
 SCALE_STEPS = [0.82 + 0.02 * i for i in range(13)]  # as in models/formats/q4_0.h

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.types import TokenIds
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -29,7 +30,6 @@ from edgeinfer.models import (
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
-from edgeinfer.types import TokenIds
 
 # The fields of blocks that are looked at below; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {

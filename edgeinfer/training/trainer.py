@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common.files import write_whole
+from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.exporters.drafters.draft_head import HeadTypes
-from edgeinfer.files import write_whole
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.signal_handlers import is_from_handler
 from edgeinfer.training.batches import Batch, Batches
 from edgeinfer.training.corpus import Report
 from edgeinfer.training.objective import Objective

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 from torch import distributed
 
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 
 PATIENCE = timedelta(hours=24)  # while another process writes texts
 

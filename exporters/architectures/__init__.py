@@ -9,8 +9,8 @@ import importlib
 import pkgutil
 from functools import cache
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.conversion.recipe import Recipe
 

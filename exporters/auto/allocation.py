@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
 
 _NEAR = 1.001  # a multiplier is searched to this factor
 _LARGE_SHARE, _MOST_DOMINANT = 0.08, 3  # of the bytes or the time, and tensors that are so large

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.native.weights import MATRIX_TYPES
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.exporters.source import Bytes, Floats, Source, SourceTensor
 from edgeinfer.models import ExpertRows, Experts, ModelSpec, TensorRows
 from edgeinfer.models import formats as weight_formats

@@ -16,10 +16,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.auto.trial import Objective
-from edgeinfer.overriding import override
-from edgeinfer.types import Logits
 
 Numbers: TypeAlias = NDArray[np.float64]
 # Of chains: (n_starts, n_depths), entry (i, d) of the token that is drafted at depth d behind start i if all before it

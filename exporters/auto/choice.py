@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.speed import Speeds, drafted_tokens
@@ -27,7 +28,6 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import MetadataValue, ModelFile
 from edgeinfer.speculation.cost import MAX_TOKENS
-from edgeinfer.types import Device
 
 _WINDOW_TOKENS, _ROWS = 384, 192  # of a pass in which losses are measured, and its logits
 _CHECK_WINDOWS = 2  # of other texts, in which the choice is compared with the source

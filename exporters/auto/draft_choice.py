@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.chains import Drafting
 from edgeinfer.exporters.auto.choice import bytes_of_chosen, parse_cost, state_path
 from edgeinfer.exporters.auto.draft_search import Drafted, DraftSearch
@@ -24,7 +25,6 @@ from edgeinfer.exporters.source import Source
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.draft_vocab import AS_STORED
 from edgeinfer.models.gguf import MetadataValue
-from edgeinfer.types import Device
 
 _TEXT_TOKENS = 384  # of the target, by which losses are measured
 _MOST_OF_MODEL, _MOST_OF_HEAD = 8, 4  # tokens of a draft that are considered

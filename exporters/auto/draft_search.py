@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from edgeinfer.common.other_work import LoadMeter, MachineClock
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, small_mix
 from edgeinfer.exporters.auto.candidates import Importance, Subject, uniform
 from edgeinfer.exporters.auto.chains import Drafting, Expected, MarginNoise, Margins, acceptance, accepted
@@ -18,8 +20,6 @@ from edgeinfer.exporters.auto.trial import Measured, Types, digest_of
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.speculation.other_work import LoadMeter, MachineClock
-from edgeinfer.types import Device
 
 
 class Drafter(Protocol):

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeHeadModel, load_head, plan_head
 from edgeinfer.backends.native.weights import of_frequent_tokens
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.overriding import override
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, Features
 from edgeinfer.exporters.auto.candidates import Importance, Subject, formats_of, subjects_of
 from edgeinfer.exporters.auto.chains import Agreement, MarginNoise, Margins, margins_of, of_rows
 from edgeinfer.exporters.auto.choice import importance_by_tensor
@@ -40,11 +43,8 @@ from edgeinfer.models import ModelSpec, TensorRows, read_draft_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.cross_vocabulary import has_vocabulary_of
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
-from edgeinfer.types import Device, Features
 
 
 def drafting_spec(file: ModelFile) -> ModelSpec:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.allocation import Allocation, Numbers, Options, allocate, margins
 from edgeinfer.exporters.auto.candidates import Importance, Subject
 from edgeinfer.exporters.auto.progress import Pace, State
@@ -30,7 +31,6 @@ from edgeinfer.exporters.divergence import Distance, Reference, mean_distance
 from edgeinfer.exporters.request import Told, untold
 from edgeinfer.exporters.source import Source
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.types import Device
 
 _ROUNDS, _MARGINAL = 2, 20  # how often how many tensors are measured again in the mix
 _LEAST_RATIO, _MOST_RATIO = 0.25, 4.0  # of a tensor's ratio to the usual one

@@ -10,13 +10,13 @@ import numpy as np
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.machine import best_isa, build_id
+from edgeinfer.common.other_work import Clock, LoadMeter, MachineClock
 from edgeinfer.exporters.auto.candidates import Subject, uniform
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.record_cache import read_record, record_folder, record_name, write_record
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.calibration import SIZES
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
-from edgeinfer.speculation.other_work import Clock, LoadMeter, MachineClock
 from edgeinfer.speculation.throughput import best_chain
 
 _WEIGHTS = 32 << 20  # of a matrix at most

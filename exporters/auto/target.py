@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
 from edgeinfer.exporters.calibration.running import N_BATCH, greedy_tokens, logits_of
 from edgeinfer.exporters.calibration.texts import ANSWER_TOKENS, answer_context, asked, texts_of_file
@@ -20,10 +22,8 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.open import costs_of
-from edgeinfer.types import Device
 
 _EVERY = 8  # prompt is answered for the texts by which losses are measured
 _MOST_TEXT, _PIECES = 384, 2  # tokens of a piece of a file, and pieces

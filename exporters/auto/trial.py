@@ -14,7 +14,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from edgeinfer.backends.native.repacking import RepackableModel, Trace
+from edgeinfer.backends.native.packing.repacking import RepackableModel, Trace
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Device, Logits
 from edgeinfer.exporters.auto.candidates import Importance, Subject, amplified_rows, rounded_bytes
 from edgeinfer.exporters.auto.progress import State
 from edgeinfer.exporters.divergence import Reference, mean_distance
@@ -22,8 +24,6 @@ from edgeinfer.exporters.source import Bytes, Source, SourceTensor
 from edgeinfer.exporters.virtual_file import VirtualModelFile, VirtualTensor
 from edgeinfer.models import ModelSpec, formats, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.overriding import override
-from edgeinfer.types import Device, Logits
 
 ReadSpec = Callable[[ModelFile], ModelSpec]
 _TIMED, _TIMED_SECONDS = 12, 0.5  # passes at least, and their time: longer than what disturbs some of them

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.errors import InvalidArgument, NumericalError, UnsupportedModel
+from edgeinfer.common.errors import InvalidArgument, NumericalError, UnsupportedModel
 from edgeinfer.exporters.calibration import prompts
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
 from edgeinfer.exporters.calibration.running import native_model, read_text

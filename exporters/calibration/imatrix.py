@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 

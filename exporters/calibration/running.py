@@ -8,17 +8,17 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.backends.native.session import NativeSession
-from edgeinfer.errors import BudgetExceeded, NumericalError
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import BudgetExceeded, NumericalError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
 N_TEXTS = 16  # go through a pass together

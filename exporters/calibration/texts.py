@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.errors import ContextOverflow, InvalidArgument, ModelFileError, TemplateError
+from edgeinfer.common.errors import ContextOverflow, InvalidArgument, ModelFileError, TemplateError
+from edgeinfer.common.user_text import sample_of
 from edgeinfer.exporters.calibration.prompts import HELD_OUT, PROMPTS
 from edgeinfer.exporters.calibration.running import greedy_tokens
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.calibration_text import TEXT
-from edgeinfer.user_text import sample_of
 
 CHUNK_TOKENS = 512  # of a text that is read from a file: each chunk is a text of its own
 ANSWER_TOKENS = 64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint.folder import Folder
 
 CONFIG = "adapter_config.json"

@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.common.errors import ModelFileError, ModelNotFound
 from edgeinfer.exporters.checkpoint.adapters import refuse_adapter
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.folder import Folder

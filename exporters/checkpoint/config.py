@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from edgeinfer.arguments import MAX_INT32, shown
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.arguments import MAX_INT32, shown
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 _NESTED = ("text_config", "llm_config", "language_config", "text_model_config")

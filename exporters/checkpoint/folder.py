@@ -12,8 +12,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.arguments import check_file_name, human_bytes
-from edgeinfer.errors import ModelFileError, ModelNotFound
+from edgeinfer.common.arguments import check_file_name, human_bytes
+from edgeinfer.common.errors import ModelFileError, ModelNotFound
 from edgeinfer.exporters.checkpoint.json_text import parsed
 
 MAX_TEXT_BYTES = 16 << 20  # of a configuration; a vocabulary or an index may have more

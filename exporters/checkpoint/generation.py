@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint.folder import Folder
 from edgeinfer.exporters.checkpoint.json_text import parsed
 

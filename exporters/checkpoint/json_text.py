@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 
 # Where the language model is, as files call it: most nested first.
 _FRONTS = (

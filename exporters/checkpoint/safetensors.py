@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint.json_text import parsed
 from edgeinfer.models.gguf_reader.mapping import MappedFile
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType

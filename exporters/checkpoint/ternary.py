@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint.checkpoint import Checkpoint
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix, Trits
 

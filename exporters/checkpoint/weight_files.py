@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint.adapters import refuse_unmerged
 from edgeinfer.exporters.checkpoint.folder import Folder
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor, read_header

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import BudgetExceeded, ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import BudgetExceeded, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.calibration.running import Logits, greedy_tokens, logits_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.divergence import distance

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer import devices
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import load_head, plan_head
 from edgeinfer.backends.native.model import NativeModel
-from edgeinfer.errors import BudgetExceeded, NumericalError
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BudgetExceeded, NumericalError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, Features
 from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.checks.comparison import N_TEXT, Checked
@@ -23,8 +25,6 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, Features
 
 
 @dataclass(frozen=True)

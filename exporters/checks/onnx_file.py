@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.onnx import library_version, open_file
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
+from edgeinfer.common.files import temporary_folder
 from edgeinfer.exporters.calibration.running import greedy_tokens, logits_of, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.checks.comparison import N_TEXT, Checked
 from edgeinfer.exporters.checks.head import drafted
 from edgeinfer.exporters.checks.runtime import N_TOKENS, GreedyRun, compare_logits
 from edgeinfer.exporters.checks.runtime_process import ask_runtime, peak_bytes
-from edgeinfer.files import temporary_folder
 from edgeinfer.models import attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common import devices
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.calibration.running import check_logits
 from edgeinfer.exporters.checks.runtime_process import ask_runtime as ask_runtime
 from edgeinfer.exporters.checks.runtime_process import peak_bytes as peak_bytes
@@ -19,8 +21,6 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 # On most models no two tokens of the answer are nearly as likely.
 MESSAGES = [{"role": "user", "content": "Write the numbers from 1 to 30, one on each line."}]

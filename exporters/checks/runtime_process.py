@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgeinfer.backends.driver_probe import interpreter
-from edgeinfer.errors import BackendUnavailable, ModelFileError
+from edgeinfer.common.errors import BackendUnavailable, ModelFileError
 
 _PATIENCE_SECONDS = 1800
 # Runtimes in C++ write to stdout too, before the answer or when the process ends: they get stderr in its place.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.checkpoint.generation import read_generation
 from edgeinfer.exporters.conversion.model import Model

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import NoReturn
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint, Config, Rope
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.conversion.recipe import Recipe

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.rope import rope_tensors

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common.overriding import override
+from edgeinfer.common.user_text import sample_of
 from edgeinfer.exporters.calibration.prompts import PROMPTS
 from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.gguf.writer import Metadata
@@ -24,9 +26,7 @@ from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 from edgeinfer.speculation.calibration_text import TEXT
-from edgeinfer.user_text import sample_of
 
 _OUTPUT, _EMBEDDINGS = "output.weight", "token_embd.weight"
 LEAST_TOKENS = 16

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.architectures import all_recipes
 from edgeinfer.exporters.checkpoint import Checkpoint, Config
 from edgeinfer.exporters.conversion import keys, rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.fpga.options import USUAL_N_CTX, BoardOptions
 from edgeinfer.exporters.ternary.source import StoredTensor, TernarySource, TernaryTensor
 from edgeinfer.hls.files.manifest import Part

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import BadBoardFolder
+from edgeinfer.common.errors import BadBoardFolder
 from edgeinfer.exporters.fpga.content import Content, Product
 from edgeinfer.exporters.fpga.stages import stage_faults
 from edgeinfer.hls.files.folder import BoardFolder

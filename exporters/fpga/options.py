@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from edgeinfer.arguments import check_integer
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.arguments import check_integer
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.request import Request
 from edgeinfer.hls.board.boards import Board, board_of
 from edgeinfer.hls.geometry import ENCODINGS, Geometry

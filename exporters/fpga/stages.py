@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.fpga.content import Content, Product, model_facts
 from edgeinfer.exporters.fpga.layer import Floats, LayerWeights, stages_of
 from edgeinfer.exporters.fpga.options import GOLDEN_TOKENS
@@ -18,7 +19,6 @@ from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.hls.packing import Trits
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
-from edgeinfer.overriding import override
 
 LAYER = 0  # whose input are embeddings
 FILE = f"golden/layers.{LAYER}.stages.bin"

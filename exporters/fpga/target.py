@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from edgeinfer.common.files import check_folder, whole_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.fpga.content import Content, content_of, model_facts
 from edgeinfer.exporters.fpga.doctor import check_against
 from edgeinfer.exporters.fpga.options import BoardOptions
@@ -19,7 +21,6 @@ from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, R
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import PIECE_WEIGHTS, TernarySource
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
-from edgeinfer.files import check_folder, whole_folder
 from edgeinfer.hls.board.counted import counts_of
 from edgeinfer.hls.board.model import Design
 from edgeinfer.hls.board.report import Report, report
@@ -28,7 +29,6 @@ from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 
 NAMES = (
     *("weights.*.bin", "head_t.*.bin", "scales.bin", "norms.bin", "embed.bin", "head_i8.bin", "rope.bin", "golden"),

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BadBoardFolder, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import BadBoardFolder, InvalidArgument, UnsupportedModel
+from edgeinfer.common.files import written_whole
 from edgeinfer.exporters.gguf.writer import Progress, Tensor, write_gguf
-from edgeinfer.files import written_whole
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.integrity import changed_files
 from edgeinfer.hls.files.manifest import BoardTensor, Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata

@@ -13,7 +13,7 @@ from edgeinfer.backends.onnx import build_model
 from edgeinfer.backends.onnx.attention import bias_name, windows_of
 from edgeinfer.backends.onnx.decoder import HIDDEN
 from edgeinfer.backends.onnx.graph import Graph
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, attention_of
 from edgeinfer.models.gguf import ModelFile
 

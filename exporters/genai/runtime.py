@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 from edgeinfer.exporters.checks.runtime_process import peak_bytes
 
 WANTED = "onnxruntime-genai 0.18.0"  # what the packages need at least: drafts came with it

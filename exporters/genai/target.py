@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.onnx import data_names, write_graph
 from edgeinfer.backends.onnx.graph import Graph
-from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.files import check_folder, temporary_folder, utf8_name, whole_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
     GreedyRun,
@@ -32,13 +34,11 @@ from edgeinfer.exporters.genai.runtime import WANTED, check_installed
 from edgeinfer.exporters.onnx import planned_tensors
 from edgeinfer.exporters.request import ExportTarget, Plan, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, write_tokenizer
-from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenization.metadata import TokenizerMetadata
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 
 NAMES = ("model.onnx*", "draft.onnx*", "genai_config.json", "tokenizer.json", "tokenizer_config.json", "manifest.json")
 MAX_FILE_BYTES = 2_000_000_000  # file systems and packages of phones end at 2^31 bytes

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.models.arrays import Array

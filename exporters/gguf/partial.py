@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileChanged
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ModelFileChanged
+from edgeinfer.common.file_identity import check_sources
+from edgeinfer.common.files import behind_links, check_writable, take_over
 from edgeinfer.exporters.gguf.writer import Layout, Tensor
-from edgeinfer.file_identity import check_sources
-from edgeinfer.files import behind_links, check_writable, take_over
 
 Progress = Callable[[float], None]
 _PIECE_BYTES = 8 << 20

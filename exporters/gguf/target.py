@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.calibration.imatrix import Imatrix, read_imatrix
 from edgeinfer.exporters.checks.comparison import Checked, compare
 from edgeinfer.exporters.checks.head import compare_heads
@@ -31,7 +32,6 @@ from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_so
 from edgeinfer.models.draft_head import HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
-from edgeinfer.overriding import override
 
 AUTO = "auto"
 _EXACT = {  # what holds all weights of a type

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, ShapeError, UnsupportedModel
+from edgeinfer.common.errors import InvalidArgument, ShapeError, UnsupportedModel
 from edgeinfer.exporters.gguf.writer import Tensor
 from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.models.formats import quantize

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.files import written_whole
+from edgeinfer.common.files import written_whole
 from edgeinfer.models.arrays import Array, Numbers, Strings
 from edgeinfer.models.gguf import DEFAULT_ALIGNMENT, GGMLType, MetadataValue
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.litertlm.matrices import Matrix, Rows, by_halves
 from edgeinfer.exporters.litertlm.operations import Operations
 from edgeinfer.exporters.litertlm.tflite import Model, Type, Value

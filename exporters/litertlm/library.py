@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 
 _PACKAGES = ("ai-edge-litert", "litert-lm-builder", "litert-lm-api")
 

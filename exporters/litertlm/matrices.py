@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.litertlm.tflite import Constant, Type
 from edgeinfer.models import TensorRef, TensorRows
 from edgeinfer.models.formats import check_type, codes_of, dequantize

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.litertlm.matrices import RUN, Matrix, Rows, matrix_of, part_of, vector_constant
 from edgeinfer.exporters.litertlm.tflite import Constant, Graph, Type, Value
 from edgeinfer.models import TensorRef

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from edgeinfer.arguments import human_bytes
-from edgeinfer.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, TemplateError, UnsupportedModel
+from edgeinfer.common.files import behind_links, folder_beside, put_in_place, utf8_name
 from edgeinfer.exporters.checks.runtime import answer_tokens, ask_runtime, compare_tokens, run_greedily
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.identity import stable_uuid
@@ -23,7 +24,6 @@ from edgeinfer.exporters.litertlm.template import rewritten_template
 from edgeinfer.exporters.litertlm.tflite import Constant, Model, Type
 from edgeinfer.exporters.request import Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import PROBES, tokenizer_json
-from edgeinfer.files import behind_links, folder_beside, put_in_place, utf8_name
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_head import is_draft_head

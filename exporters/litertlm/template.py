@@ -15,7 +15,7 @@ from jinja2 import Environment, nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.exporters.litertlm.template_names import DEFAULTS, FILTERS, METHODS, TESTS
 from edgeinfer.models.chat_template import MAX_SOURCE_BYTES
 from edgeinfer.models.template_sandbox.errors import is_of_template

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.driver_probe import interpreter
-from edgeinfer.errors import BackendUnavailable, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, UnsupportedModel
 from edgeinfer.exporters.identity import stable_uuid
 
 # The compiled module alone: what the package MNN.tools does besides installs other packages and reports home.

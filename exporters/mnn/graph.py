@@ -21,10 +21,10 @@ import numpy as np
 from edgeinfer.backends.onnx.attention import AttentionBuilder
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.backends.onnx.operations import Operations
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.overriding import override
 from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.overriding import override
 
 MNN_OPS = "LlmExporter"
 LINEAR, ATTENTION = "FakeLinear", "FusedAttention"

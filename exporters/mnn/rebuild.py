@@ -9,7 +9,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 
 from edgeinfer.backends.onnx.graph import Graph
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.mnn.graph import ATTENTION, LINEAR, Linear
 from edgeinfer.exporters.mnn.weights import Placed
 

@@ -11,11 +11,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from edgeinfer import devices
-from edgeinfer.arguments import human_bytes
 from edgeinfer.backends.onnx import write_graph
 from edgeinfer.backends.onnx.matrices import Blocks, part_of, weights_of
-from edgeinfer.errors import InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.arguments import human_bytes
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.files import check_folder, temporary_folder, utf8_name, whole_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.checks.runtime import (
     MESSAGES,
     GreedyRun,
@@ -37,12 +39,10 @@ from edgeinfer.exporters.mnn.tokenizer_file import tokenizer_file
 from edgeinfer.exporters.mnn.weights import Placed, place
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import probes_of, tokenizer_config, tokenizer_json
-from edgeinfer.files import check_folder, temporary_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, attention_of, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 
 FILES = ("llm.mnn", "llm.mnn.weight", "tokenizer.mtok", "config.json", "llm_config.json")
 _NAMES = (*FILES, "manifest.json")

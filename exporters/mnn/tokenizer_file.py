@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 
 _MAGIC, _PIPELINE = 430, 4
 _SPLITS = {"Isolated": 0, "Removed": 1, "MergedWithPrevious": 2}

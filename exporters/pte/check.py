@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
+from edgeinfer.common.files import temporary_folder, utf8_name
 from edgeinfer.exporters.checks.runtime import GreedyRun, answer_tokens, compare_logits, run_greedily
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.divergence import distance
 from edgeinfer.exporters.tokenizer_json import probes_of
-from edgeinfer.files import temporary_folder, utf8_name
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 

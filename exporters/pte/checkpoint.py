@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, TensorRef, attention_of, check_blocks, dense_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.spec import RopeSpec

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from edgeinfer.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.files import check_folder, utf8_name, whole_folder
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.checks.runtime import answer_tokens, minimum_runtime
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.finite import FiniteFile
@@ -20,12 +22,10 @@ from edgeinfer.exporters.pte.checkpoint import params_of, weights_of
 from edgeinfer.exporters.pte.library import WANTED
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
-from edgeinfer.files import check_folder, utf8_name, whole_folder
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.overriding import override
 
 FILES = ("model.pte", "tokenizer.json", "tokenizer_config.json")
 _NAMES = (*FILES, "manifest.json")

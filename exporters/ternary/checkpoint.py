@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary.source import SourceTensor, StoredTensor, TernarySource, TernaryTensor
 from edgeinfer.exporters.vocabulary import read_vocabulary

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.ternary.checkpoint import of_checkpoint

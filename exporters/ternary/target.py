@@ -9,7 +9,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.overriding import override
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.gguf.writer import Metadata, Progress, Tensor, write_gguf
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Request, Result
@@ -26,7 +27,6 @@ from edgeinfer.exporters.ternary.source import (
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
 from edgeinfer.models.formats import PACK, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.overriding import override
 
 Format = Literal["i2_s", "tq1_0", "tq2_0"]
 Head = Literal["keep", "q6_k", "f16"]

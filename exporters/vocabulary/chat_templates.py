@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.errors import ModelFileError, TemplateError
+from edgeinfer.common.errors import ModelFileError, TemplateError
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import MetadataValue

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
-from edgeinfer.errors import TokenizerError, UnsupportedModel, warn
+from edgeinfer.common.errors import TokenizerError, UnsupportedModel, warn
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.vocabulary.probes import probes
 from edgeinfer.exporters.vocabulary.tokenizer_file import TokenizerFile

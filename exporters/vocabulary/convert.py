@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.checkpoint.generation import read_generation
 from edgeinfer.exporters.vocabulary import tokenizer_file

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from edgeinfer.errors import warn
+from edgeinfer.common.errors import warn
 from edgeinfer.models.gguf import MetadataValue
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type, and SentencePiece's

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.entries import BYTE, NORMAL, USER_DEFINED, AddedToken, Draft, Entries
 from edgeinfer.exporters.vocabulary.protobuf import BadMessage, Value, fields, signed

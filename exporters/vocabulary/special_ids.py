@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from edgeinfer.arguments import shown
-from edgeinfer.errors import warn
+from edgeinfer.common.arguments import shown
+from edgeinfer.common.errors import warn
 from edgeinfer.exporters.checkpoint import Config
 from edgeinfer.exporters.checkpoint.generation import Generation
 from edgeinfer.models.gguf import MetadataValue

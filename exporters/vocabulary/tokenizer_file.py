@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 
 import tokenizers
 
-from edgeinfer.errors import EdgeInferError, ModelFileError, UnsupportedModel, warn
+from edgeinfer.common.errors import EdgeInferError, ModelFileError, UnsupportedModel, warn
+from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.entries import AddedToken
-from edgeinfer.signal_handlers import is_from_handler
 
 NAME = "tokenizer.json"
 MAX_BYTES = 128 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 # Milliseconds a token of BitNet b1.58 2B-4T (30 layers of 2,560) on the four A53 of a KV260, as MerlijnW70/bitnet-kv260
 # publishes its stages. At which context is not said.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from edgeinfer.arguments import check_integer
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.arguments import check_integer
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.hls.board.boards import Board
 from edgeinfer.hls.board.workload import Product, Workload
 from edgeinfer.hls.cycles import cycles

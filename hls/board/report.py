@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from edgeinfer.arguments import human_bytes
+from edgeinfer.common.arguments import human_bytes
 from edgeinfer.hls.board.model import Design, Token, decode, first_token_seconds, floor_seconds
 from edgeinfer.hls.board.room import Room, memory_of, room
 from edgeinfer.hls.board.workload import Workload

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.hls.geometry import LANE_BYTES, Geometry
 from edgeinfer.models.spec import Attention, Dense, ModelSpec, attention_of
 

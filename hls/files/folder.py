@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BadBoardFolder, ShapeError
+from edgeinfer.common.errors import BadBoardFolder, ShapeError
 from edgeinfer.hls.files.manifest import BoardArray, BoardManifest, BoardTensor, Place, read_manifest
 from edgeinfer.hls.geometry import Geometry, round_up
 from edgeinfer.hls.packing import Bytes, Trits, from_ports, unpack

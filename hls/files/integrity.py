@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import BadBoardFolder
-from edgeinfer.files import file_sha256
+from edgeinfer.common.errors import BadBoardFolder
+from edgeinfer.common.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder, GoldenVectors
 from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.files.headers import HEADERS

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from edgeinfer.errors import BadBoardFolder, InvalidArgument
+from edgeinfer.common.errors import BadBoardFolder, InvalidArgument
 from edgeinfer.hls.geometry import Geometry
 
 NAME = "manifest.json"

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.hls.files.folder import port_file
 from edgeinfer.hls.files.golden import golden_inputs, products
 from edgeinfer.hls.files.headers import HEADERS

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.errors import BackendUnavailable, SimulationError
-from edgeinfer.files import written_whole
+from edgeinfer.common.errors import BackendUnavailable, SimulationError
+from edgeinfer.common.files import written_whole
 from edgeinfer.hls.compiler import build_folder, cpp_compiler
 from edgeinfer.hls.cycles import TIMINGS
 from edgeinfer.hls.geometry import Geometry

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidArgument, ShapeError, SimulationError
+from edgeinfer.common.errors import InvalidArgument, ShapeError, SimulationError
 from edgeinfer.hls.compiler import load_library
 from edgeinfer.hls.geometry import Geometry, accumulator_bits
 from edgeinfer.hls.packing import Bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.hls.compiler import build_library, load_library
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.hls.synth.counts import count
 from edgeinfer.hls.synth.designs import Design, designs
 from edgeinfer.hls.synth.fmax import record_fmax

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.hls.synth import yosys
 from edgeinfer.hls.synth.designs import Design, sources
 

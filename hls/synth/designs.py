@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.hls.geometry import Geometry, accumulator_bits
 from edgeinfer.hls.simulation.build import RTL, TOPS, Parameters
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from edgeinfer.errors import BackendUnavailable, EdgeInferError
-from edgeinfer.files import written_whole
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError
+from edgeinfer.common.files import written_whole
 from edgeinfer.hls.synth import yosys
 from edgeinfer.hls.synth.designs import Design, harness_macros, sources
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Bytes
 from edgeinfer.hls.synth import yosys

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.files import written_whole
+from edgeinfer.common.files import written_whole
 from edgeinfer.hls.synth import yosys
 from edgeinfer.hls.synth.counts import count
 from edgeinfer.hls.synth.designs import Design

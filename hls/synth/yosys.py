@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import version as version_of
 from pathlib import Path
 
-from edgeinfer.errors import BackendUnavailable, EdgeInferError
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError
 
 _PACKAGE = "pyosys"
 _LINES = 12  # of what yosys printed, in an error

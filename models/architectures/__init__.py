@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import Architecture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.models.formats import (
     floats,
     i2_s,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.formats.codes import Bytes, Codes, signed
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType

@@ -24,7 +24,7 @@ EI_INLINE void searched_symmetric(const Floats (&x)[kBlock], const Floats (&impo
 }
 
 // The scale of the smallest squared error, of 13 from 0.82 to 1.06 times that at which the largest weight has code 0.
-// Scales are tried as the float16 that they become. Errors are summed as in backends/native/packing.cpp, in eight parts.
+// Scales are tried as the float16 that they become. Errors are summed as in backends/native/packing/packing.cpp, in eight parts.
 EI_INLINE void least_squares_q4_0(const Floats (&x)[kBlock], Fit& fit) {
     const Floats largest = signed_largest(x), full = choose(largest == 0, x[0], largest) / -8.0f;  // of -0 another 0
     Floats smallest = all(kLargestFloat);

@@ -9,8 +9,8 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.devices import default_n_threads
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.devices import default_n_threads
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.models.formats import _quantize, floats, mxfp4
 from edgeinfer.models.formats.codes import Bytes, Floats
 from edgeinfer.models.gguf import GGMLType

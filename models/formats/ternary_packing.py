@@ -28,7 +28,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 
 Bytes = NDArray[np.uint8]
 Scales = NDArray[np.float32]

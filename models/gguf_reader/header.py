@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import InvalidGGUF
+from edgeinfer.common.errors import InvalidGGUF
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
 from edgeinfer.models.gguf_reader.types import OF_IK_LLAMA, TYPE_OF_CODE, GGMLType, MetadataValue, TensorInfo

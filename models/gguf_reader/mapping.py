@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
-from edgeinfer.file_identity import FileWatch
+from edgeinfer.common.errors import EdgeInferError, InvalidGGUF, ModelFileError, ModelNotFound
+from edgeinfer.common.file_identity import FileWatch
 from edgeinfer.models.gguf_reader import _mapped as _native
 
 AROUND = 2 << 20  # bytes around a page that the system maps together with it at most: those of a huge page

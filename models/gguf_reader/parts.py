@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from edgeinfer.errors import InvalidGGUF, ModelNotFound, warn
+from edgeinfer.common.errors import InvalidGGUF, ModelNotFound, warn
 from edgeinfer.models.gguf_reader.header import (
     Cursor,
     check_alignment,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.provenance import Text
 
 MAX_SECONDS = 1.5  # of the processor, with what cannot look at the clock for a while 2

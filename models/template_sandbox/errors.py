@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.signal_handlers import is_from_handler
 
 _OWN = sys.stdlib_module_names | {"edgeinfer", "jinja2", "markupsafe", "<template>", "<unknown>"}
 

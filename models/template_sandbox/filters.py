@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import filters, pass_environment, pass_eval_context, tests
 from jinja2.nodes import EvalContext
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.provenance import joined, recased, replaced, trusted
 from edgeinfer.models.template_sandbox.budget import (
     BUDGET,

@@ -10,7 +10,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import safe_range
 from jinja2.utils import Cycler, Joiner, Namespace
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.provenance import joined, replaced
 from edgeinfer.models.template_sandbox.budget import (
     check_length,

@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2.sandbox import SandboxedEnvironment, SandboxedFormatter
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.provenance import is_trusted, joined, trusted
 from edgeinfer.models.template_sandbox.budget import (
     MAX_INT_BITS,

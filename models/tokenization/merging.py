@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from edgeinfer.common.overriding import override
 from edgeinfer.models._strings import Merger, StringIndex, StringTable, make_tokens_in_order
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.tokenization.pre_tokenizers import GEMMA4, LINES, SPACE_MARKED, cut, keeps_tokens
 from edgeinfer.models.tokenization.vocabulary import Vocabulary, bytes_of
-from edgeinfer.overriding import override
 
 _FEW = 4096  # more tokens than there are single characters before the first merge
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import TokenizerError, UnsupportedModel, warn
+from edgeinfer.common.errors import TokenizerError, UnsupportedModel, warn
 from edgeinfer.models.arrays import Strings
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS

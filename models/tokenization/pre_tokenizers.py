@@ -14,8 +14,8 @@ from functools import cache
 import tokenizers
 from tokenizers import pre_tokenizers
 
-from edgeinfer.errors import TokenizerError
-from edgeinfer.signal_handlers import is_from_handler
+from edgeinfer.common.errors import TokenizerError
+from edgeinfer.common.signal_handlers import is_from_handler
 
 # Characters added by Unicode 16. Oniguruma knows them; in llama.cpp's tables (15.1) they are neither letter nor digit.
 UNICODE_16 = (

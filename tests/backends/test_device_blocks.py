@@ -15,11 +15,11 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import decoder as onnx_blocks
 from edgeinfer.backends.opencl import parts as opencl_blocks
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Attention, Dense, ModelSpec, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.base import HeadModel, Model, Rows
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 @pytest.fixture

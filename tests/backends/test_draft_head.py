@@ -17,12 +17,12 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeHeadSession, available_isas, load_head, plan_head
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, Features, TokenIds
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, Features, TokenIds
 
 
 @dataclass

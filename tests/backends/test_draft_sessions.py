@@ -16,14 +16,14 @@ from tiny_models import Architecture, write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.types import Device
 
 
 @pytest.fixture

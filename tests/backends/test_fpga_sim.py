@@ -13,14 +13,14 @@ from tiny_models import write_tiny_model
 from edgeinfer import cli
 from edgeinfer.backends.fpga_sim import SMALL, FpgaSimBackend
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
-from edgeinfer.files import file_sha256
+from edgeinfer.common.errors import BackendUnavailable, BadBoardFolder, ModelFileError, UnsupportedModel
+from edgeinfer.common.files import file_sha256
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.hls.files.manifest import Part
 from edgeinfer.hls.files.writer import BoardWriter
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 if not is_there("verilator"):
     missing("verilator", "it is not installed: apt install verilator g++")

@@ -18,7 +18,7 @@ import edgeinfer
 from edgeinfer.backends.base import DraftingHead, HeadSession
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLHead, OpenCLHeadBackend, OpenCLHeadModel
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendLost,
     ContextOverflow,
     EdgeInferError,
@@ -27,13 +27,13 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Features, TokenIds
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.types import Features, TokenIds
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 

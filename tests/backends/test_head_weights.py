@@ -16,13 +16,13 @@ from edgeinfer.backends import head_weights
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, _core, load_head, plan_head
 from edgeinfer.backends.native import weights as weights_module
-from edgeinfer.errors import EdgeInferError, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 TYPES = [GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0]
 

@@ -15,7 +15,7 @@ from gguf_mutations import number, read_layout, text, texts, with_values
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 

@@ -14,9 +14,9 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.onnx import ProviderInfo
 from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 
 N_CTX = 2**31 - 1
 GIB = 1 << 30
@@ -25,9 +25,9 @@ GIB = 1 << 30
 CHILD = """
 import json, resource, sys
 import edgeinfer
-from edgeinfer import devices
+from edgeinfer.common import devices
 from edgeinfer.loading.backend_choice import open_backend
-from edgeinfer.settings import LoadSettings
+from edgeinfer.common.settings import LoadSettings
 
 backend, paths, options = json.loads(sys.argv[1])
 devices.available_memory = lambda: 1 << 30

@@ -33,12 +33,12 @@ from edgeinfer.backends.reference_math import (
     silu,
     soft_cap,
 )
-from edgeinfer.errors import ContextOverflow, Interrupted, InvalidArgument, ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ContextOverflow, Interrupted, InvalidArgument, ShapeError, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan, MemoryUse
 from edgeinfer.models import Attention, ModelSpec, QueryTemperature, RopeSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_ffn, each_mixer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan, MemoryUse
 
 IN_LLAMA_CPP = [name for name in ARCHITECTURES if name not in UNKNOWN_TO_LLAMA_CPP]
 TEXT = np.array([72, 101, 108, 108, 111, 32, 119, 111, 114, 108, 100], dtype=np.int32)

@@ -17,10 +17,10 @@ from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_ex
 from edgeinfer.backends.reference import Activations, ReferenceBackend, ReferenceSession, known_blocks
 from edgeinfer.backends.reference_experts import chances, choose
 from edgeinfer.backends.reference_math import attend, clamped_swiglu, sigmoid
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Experts, Layer, ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Floats = NDArray[np.float32]
 OF_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")

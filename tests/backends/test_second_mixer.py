@@ -17,14 +17,14 @@ from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import LayerRows, ReferenceBackend, ReferenceDecoder, ReferenceSession
 from edgeinfer.backends.reference_math import Floats
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Attention, Layer, Mixer, ModelSpec, architectures, attention_of, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import Architecture, Reader
 from edgeinfer.models.spec import StateKind
 from edgeinfer.profiler.passes import Passes, Work
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device
 
 N = 48  # numbers of the mean
 

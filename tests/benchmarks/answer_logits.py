@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from edgeinfer.backends.base import Session, run_text
-from edgeinfer.types import Logits
+from edgeinfer.common.types import Logits
 
 
 def logits_from(session: Session, tokens: Sequence[int], first: int) -> Logits:

@@ -27,7 +27,8 @@ from typing import Any
 
 from machine import machine
 
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of, uniform
 from edgeinfer.exporters.auto.choice import importance_by_tensor, parse_cost
 from edgeinfer.exporters.auto.search import Limits, Search
@@ -40,7 +41,6 @@ from edgeinfer.exporters.gguf.file_types import file_type, tensor_types
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import Device
 
 UNIFORM = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 FILE_TYPES = ("Q4_K_M", "Q5_1")

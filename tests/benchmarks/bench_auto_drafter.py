@@ -22,7 +22,8 @@ from typing import Any
 
 from machine import machine
 
-from edgeinfer import devices
+from edgeinfer.common import devices
+from edgeinfer.common.other_work import LoadMeter, MachineClock
 from edgeinfer.exporters.auto import draft_choice, draft_search
 from edgeinfer.exporters.auto.draft_choice import choose_draft_types
 from edgeinfer.exporters.auto.speed import Speeds
@@ -30,7 +31,6 @@ from edgeinfer.exporters.auto.trial import digest_of
 from edgeinfer.exporters.calibration.imatrix import read_imatrix
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import open_source
-from edgeinfer.speculation.other_work import LoadMeter, MachineClock
 
 Types = dict[str, Any]
 

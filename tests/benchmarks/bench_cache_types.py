@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device
 
 N_CTX, N_BATCH, N_UNSEEN, N_PAST, N_ASKED = 2048, 512, 128, 1960, 24
 TYPES: tuple[CacheType, ...] = get_args(CacheType)

@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 from machine import machine
 
-from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend, weights
 from edgeinfer.backends.native.model import NativeModel
+from edgeinfer.common import devices
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.calibration.running import greedy_tokens, native_model
 from edgeinfer.models import read_draft_spec
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Text = tuple[list[int], list[int]]  # prompt and answer
 N_PAST, MOST_PROMPT = 256, 512

@@ -43,12 +43,12 @@ from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.weights import DRAFT_TOKENS
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel, TextState, visible_slots
 from edgeinfer.backends.reference_math import Floats, scale
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import ModelSpec, TensorRows, dense_of, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.calibration import measure_costs
 from edgeinfer.speculation.cost import CostModel
-from edgeinfer.types import Device
 
 N_CTX, N_PAST, N_TIMED, MAX_DRAFT = 1024, 64, 15, 15
 

@@ -33,10 +33,10 @@ from machine import machine
 
 from edgeinfer.backends.native import MachineLimits, NativeBackend, best_isa
 from edgeinfer.bench import work_of_a_token
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_BATCH = 512
 FEW = 16  # tokens of a pass of which many are made

@@ -47,7 +47,7 @@ from records import Records
 from steering import compile_steering, expert_bytes, expert_slices
 from text import LICENSE_TEXT, SAMPLE_TEXT
 
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 

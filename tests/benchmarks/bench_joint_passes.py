@@ -23,10 +23,10 @@ from machine import machine
 
 from edgeinfer.backends.base import Rows, run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8)
 

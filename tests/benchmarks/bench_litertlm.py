@@ -26,6 +26,8 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.checks.runtime import peak_bytes
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm.graph import build_model, cache_positions, prefill_lengths
@@ -34,8 +36,6 @@ from edgeinfer.exporters.request import Request
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
 TEXT = Path(__file__).with_name("sample.txt")

@@ -23,7 +23,7 @@ from typing import Any
 from machine import machine
 
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 

@@ -95,7 +95,7 @@ def write_models(folder: Path) -> dict[str, Path]:
 def packed_beside(path: Path, folder: Path) -> Path:
     """A link to the model with packed weights beside it."""
     from edgeinfer.backends.native import NativeBackend
-    from edgeinfer.backends.native.packed import packed_path
+    from edgeinfer.backends.native.packing.packed import packed_path
     from edgeinfer.models import read_spec
     from edgeinfer.models.gguf import ModelFile
 

@@ -36,14 +36,14 @@ from edgeinfer.backends.opencl import (
     choose_device,
     measure_ways,
 )
-from edgeinfer.devices import default_n_threads
+from edgeinfer.common.devices import default_n_threads
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.loading.open import default_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.candidates import draft_candidates
 from edgeinfer.speculation.drafters.head import DEFAULT_WIDTH
-from edgeinfer.types import Device
 
 SIZES = (1, 2, 4, 8, 16)
 TERNARY_SHAPES = ((2560, 2560), (6912, 2560))

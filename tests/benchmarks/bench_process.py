@@ -24,9 +24,9 @@ from edgeinfer.backends.llama_cpp.context import Context
 from edgeinfer.backends.llama_cpp.library import open_library
 from edgeinfer.backends.llama_cpp.model import Model
 from edgeinfer.backends.llama_cpp.passes import Passes
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_CTX = 512
 ONE, CHAIN = np.zeros(1, dtype=np.int32), np.full(1, -1, dtype=np.int32)

@@ -6,8 +6,8 @@
         [--nodes N]
 
 FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender generates
-that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the draft
-model or the packaged head as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
+that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the
+--draft file as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
 its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that program
 with the draft model and with its n-gram drafter, or with each --peer "FLAGS" (contender "llama.cpp FLAGS"). Only if
 --only names them: a single drafter ("ours suffix", "ours recycling", "ours model", "ours head"), and two for the
@@ -52,15 +52,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX  # noqa: E402
+from edgeinfer.common.types import Logits  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.sampling import SamplingParams  # noqa: E402
-from edgeinfer.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, Drafter  # noqa: E402
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 from edgeinfer.speculation.tree import DraftTree  # noqa: E402
-from edgeinfer.types import Logits  # noqa: E402
 
 SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up

@@ -43,9 +43,9 @@ from machine import machine
 
 from edgeinfer.backends.native import MachineLimits, _core, best_isa
 from edgeinfer.backends.native.weights import BASE_THREE
+from edgeinfer.common.settings import TernaryBits
 from edgeinfer.exporters.gguf.writer import Tensor, write_gguf
 from edgeinfer.models.gguf import I2_S_TAIL_BYTES, GGMLType, MetadataValue
-from edgeinfer.settings import TernaryBits
 
 SHAPES = [(2560, 2560), (640, 2560), (640, 2560), (2560, 2560), (6912, 2560), (6912, 2560), (2560, 6912)]
 N_LAYERS = 30

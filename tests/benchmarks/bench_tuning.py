@@ -24,10 +24,10 @@ from machine import machine
 
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.native.tuning import AROUND_L3, MOST_TOKENS, Prefetch, Search, Trials
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_CONTEXT, N_BATCH = 64, 128
 SIZES = range(1, MOST_TOKENS + 1)

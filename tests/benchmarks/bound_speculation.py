@@ -30,8 +30,8 @@ from bench_speculation import SYSTEM
 from machine import machine
 
 import edgeinfer
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.engine import Engine
-from edgeinfer.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.drafters.model import ModelDrafter

@@ -30,7 +30,7 @@ class Job:
 
 def run(job: Job) -> dict[str, Any]:
     import edgeinfer
-    from edgeinfer.errors import EdgeInferError
+    from edgeinfer.common.errors import EdgeInferError
 
     least = {"least": least_of(job)} if job.with_least else {}
     if not job.loads:
@@ -47,7 +47,7 @@ def run(job: Job) -> dict[str, Any]:
 
 def least_of(job: Job) -> int:
     """Bytes that a load needs at least, as its refusal says it."""
-    from edgeinfer.errors import BudgetExceeded
+    from edgeinfer.common.errors import BudgetExceeded
     from edgeinfer.loading.options import LoadOptions
     from edgeinfer.loading.plan import plan_load
     from edgeinfer.models.gguf import ModelFile

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from exactness import comparisons  # noqa: E402
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas  # noqa: E402
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
 from edgeinfer.models.gguf import ModelFile  # noqa: E402
 from edgeinfer.models.tokenizer import Tokenizer  # noqa: E402
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device  # noqa: E402
 
 
 def check(path: Path, n_tokens: int, cache_type: CacheType) -> dict[str, bool]:

@@ -29,7 +29,7 @@ from records import Records
 from text import SAMPLE_TEXT
 
 import edgeinfer
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from fpga_chain import Cells, ChainError, CSim, Implementation, Rtl, compared, e
 from machine import machine  # noqa: E402
 from ternary_shapes import Shapes, random_shapes, write_ternary_model  # noqa: E402
 
-from edgeinfer.errors import BackendUnavailable  # noqa: E402
+from edgeinfer.common.errors import BackendUnavailable  # noqa: E402
 from edgeinfer.hls.csim import Headers  # noqa: E402
 from edgeinfer.hls.cycles import cycles  # noqa: E402
 from edgeinfer.hls.geometry import Geometry  # noqa: E402

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.exporters.checks.runtime import TIE
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.targets import open_target

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.exporters.checks.runtime import TIE
 from edgeinfer.exporters.pte.check import check_package
 from edgeinfer.exporters.pte.target import FILES

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, random_tree  # noqa: E402
 
 import edgeinfer  # noqa: E402
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
-from edgeinfer.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.speculation.cost import CostModel  # noqa: E402
 from edgeinfer.speculation.drafters.base import Drafter  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402

@@ -20,8 +20,8 @@ import numpy as np
 from machine import machine
 from text import LICENSE_TEXT
 
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.loading.open import default_model
-from edgeinfer.settings import LoadSettings
 
 TEXT = LICENSE_TEXT[8000:]
 
@@ -40,10 +40,10 @@ def by_llama(path: Path, n_tokens: int, n_threads: int) -> tuple[np.ndarray, np.
 def by_native(path: Path, n_tokens: int, n_threads: int) -> tuple[np.ndarray, np.ndarray]:
     """The same of the native engine."""
     from edgeinfer.backends.native import NativeBackend
+    from edgeinfer.common.types import Device
     from edgeinfer.models import read_spec
     from edgeinfer.models.gguf import ModelFile
     from edgeinfer.models.tokenizer import Tokenizer
-    from edgeinfer.types import Device
 
     with ModelFile.open(path) as file:
         tokens = np.array(Tokenizer.from_file(file).encode(TEXT)[:n_tokens], np.int32)

@@ -24,11 +24,11 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, NativeModel, load_head, plan_head
 from edgeinfer.backends.onnx import OnnxBackend, OnnxHeadBackend, choose_provider
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLHeadBackend, choose_device
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_CTX, STEP, DEVICE = 512, 10, Device(2)
 Logits = NDArray[np.float32]

@@ -24,11 +24,11 @@ from text import SAMPLE_TEXT
 
 from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Logits = NDArray[np.float32]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, MemoryPlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 

@@ -32,7 +32,7 @@ from gguf_mutations import Mutation, mutations  # noqa: E402
 from tiny_models import write_tiny_model  # noqa: E402
 
 from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
-from edgeinfer.errors import BackendCrashed, EdgeInferError, InvalidGGUF, ModelFileError  # noqa: E402
+from edgeinfer.common.errors import BackendCrashed, EdgeInferError, InvalidGGUF, ModelFileError  # noqa: E402
 from edgeinfer.loading.open import load  # noqa: E402
 from edgeinfer.models import read_spec  # noqa: E402
 from edgeinfer.models.gguf import ModelFile  # noqa: E402

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from edgeinfer.backends.native import NativeBackend, available_isas
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 PARENTS = [-1, 0, 1, 2, 1, 4, 5, 6, -1, 8, 9, 5, 11]
 BRANCH = [0, 1, 4, 5, 11]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from edgeinfer.backends.native import best_isa
-from edgeinfer.devices import cpu_name
+from edgeinfer.common.devices import cpu_name
 
 
 def machine() -> dict[str, Any]:

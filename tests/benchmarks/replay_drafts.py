@@ -34,9 +34,9 @@ from records import Records
 
 import edgeinfer
 from edgeinfer.backends.native import top_k
+from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.cost import CostCurve, CostModel
 from edgeinfer.speculation.drafters.base import Context, Drafter

@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.cli import main
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
 from edgeinfer.loading import ledger as load_ledger
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.loading.options import LoadOptions

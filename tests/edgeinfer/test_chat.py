@@ -8,7 +8,7 @@ from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.errors import BackendUnavailable, ContextOverflow, InvalidArgument, NumericalError, TemplateError
+from edgeinfer.common.errors import BackendUnavailable, ContextOverflow, InvalidArgument, NumericalError, TemplateError
 from edgeinfer.loading.backend_choice import open_backend
 from edgeinfer.models.chat_template import MAX_LENGTH
 

@@ -20,10 +20,10 @@ from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer import engine as engine_module
 from edgeinfer.backends.checks import common_length
-from edgeinfer.errors import (
+from edgeinfer.common import devices
+from edgeinfer.common.errors import (
     BackendUnavailable,
     BudgetExceeded,
     ContextOverflow,

@@ -11,7 +11,7 @@ from faults import SUPPORT, compile_faults, environment_of
 from tiny_experts import write_tiny_experts
 
 import edgeinfer
-from edgeinfer.errors import ExpertReadError, InvalidArgument
+from edgeinfer.common.errors import ExpertReadError, InvalidArgument
 
 SECONDS = 120
 

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli, expert_bench
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.expert_bench import measure_caches
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.loading.options import LoadOptions

@@ -9,9 +9,10 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer.cli.answering import as_record, expert_lines, figures
-from edgeinfer.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
+from edgeinfer.common.types import ExpertSizes, MemoryPlan, MemoryUse
 from edgeinfer.loading import backend_choice
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.loading.options import LoadOptions
@@ -22,7 +23,6 @@ from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 from edgeinfer.offload.file_experts import FileExperts, experts_of, has_experts
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.offload.size_search import CacheSizeSearch, save_search, search_key
-from edgeinfer.types import ExpertSizes, MemoryPlan, MemoryUse
 
 MIB = 1 << 20
 SIZES = ExpertSizes(total=1000 * MIB, least=8 * MIB, a_token=100 * MIB, n_layers=2, n_experts=8, n_used=2)

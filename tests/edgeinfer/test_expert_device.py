@@ -13,8 +13,8 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
+from edgeinfer.common.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.engine import Engine
-from edgeinfer.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.loading import expert_device
 from edgeinfer.loading.expert_device import plan_tier
 from edgeinfer.loading.options import LoadOptions

@@ -21,7 +21,7 @@ from tiny_models import quantize, write_tiny_model
 import edgeinfer
 from edgeinfer.backends.llama_cpp import backend as backend_module
 from edgeinfer.cli import main
-from edgeinfer.errors import BackendUnavailable, BudgetExceeded, ContextOverflow, InvalidGGUF, UnsupportedModel
+from edgeinfer.common.errors import BackendUnavailable, BudgetExceeded, ContextOverflow, InvalidGGUF, UnsupportedModel
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 

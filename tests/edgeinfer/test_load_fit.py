@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from stretched import stretched_model
 
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
 from edgeinfer.exporters.auto.candidates import Subject, subjects_of
 from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Tensor, layout

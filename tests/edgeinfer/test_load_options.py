@@ -13,10 +13,10 @@ import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
 from edgeinfer.cli.options import load_keywords
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import LoadSettings, PlanKeywords, PlanOptions, options_of, variable_of
 from edgeinfer.loading import open as loading
 from edgeinfer.loading.options import LoadKeywords, LoadOptions
-from edgeinfer.settings import LoadSettings, PlanKeywords, PlanOptions, options_of, variable_of
 
 
 @pytest.fixture(scope="module")

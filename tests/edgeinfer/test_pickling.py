@@ -9,13 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import errors
+from edgeinfer.common import errors
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, InvalidGGUF, NotPicklable
+from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidGGUF, NotPicklable
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.one_process import OfOneProcess
 from edgeinfer.sampling import SamplingParams
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

@@ -10,7 +10,7 @@ import pytest
 import sampling_reference as reference
 
 from edgeinfer import _sampler
-from edgeinfer.errors import InvalidArgument, NumericalError, ShapeError
+from edgeinfer.common.errors import InvalidArgument, NumericalError, ShapeError
 from edgeinfer.sampling import SamplingParams, adjusted, candidates, penalize, sample
 
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)

@@ -17,14 +17,14 @@ from tiny_checkpoints import CASES, N_VOCAB, VARIED, to_gguf, write
 
 from edgeinfer.backends.base import run_text
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.architectures import all_recipes
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.conversion.recipe import Recipe
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 TOKENS = np.random.default_rng(3).integers(0, N_VOCAB, 20, dtype=np.int32)
 RECIPES = [recipe for recipe in all_recipes() if recipe.classes]  # else it is a part of a model

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.errors import BackendUnavailable, EdgeInferError, ModelFileChanged, ModelFileError
+from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, ModelFileChanged, ModelFileError
 from edgeinfer.exporters.calibration import collect
 from edgeinfer.exporters.checks import comparison
 from edgeinfer.exporters.request import Request

@@ -13,7 +13,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.errors import InvalidGGUF, ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import InvalidGGUF, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary import Format, export_ternary
 from edgeinfer.models.formats import dequantize

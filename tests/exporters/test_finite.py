@@ -16,7 +16,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.errors import ModelFileError, NumericalError
+from edgeinfer.common.errors import ModelFileError, NumericalError
 from edgeinfer.exporters.calibration.running import check_logits
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checks.comparison import compare

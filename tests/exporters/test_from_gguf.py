@@ -7,7 +7,7 @@ from checkpoints import byte_level
 from tiny_checkpoints import write
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.request import Plan, Request, Result
 from edgeinfer.models import read_spec

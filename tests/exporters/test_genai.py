@@ -14,7 +14,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ModelFileError, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.genai import GenaiTarget, target
 from edgeinfer.exporters.request import Request, Result

@@ -13,7 +13,7 @@ from checkpoints import byte_level
 from numpy.testing import assert_allclose, assert_array_equal
 from tiny_checkpoints import CASES, GATED, HEAD_DIM, N_EMBD, N_FF, Change, Stored, write
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
 from edgeinfer.exporters.source import SourceTensor

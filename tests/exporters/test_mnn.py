@@ -15,7 +15,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.onnx.graph import Graph
-from edgeinfer.errors import EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.mnn import MnnTarget
 from edgeinfer.exporters.mnn.converter import identified

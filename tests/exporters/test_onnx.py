@@ -24,15 +24,15 @@ from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.onnx import choose_provider
 from edgeinfer.backends.onnx import files as files_module
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import BudgetExceeded, ModelFileError
+from edgeinfer.common.errors import BudgetExceeded, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters import onnx as exporter
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.onnx import export_onnx
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("onnx_provider")
 

@@ -12,7 +12,7 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.onnx.matrices import part_of
-from edgeinfer.errors import EdgeInferError, InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.pte import PteTarget
 from edgeinfer.exporters.pte.checkpoint import params_of, weights_of

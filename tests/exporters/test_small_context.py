@@ -11,7 +11,7 @@ from parts import is_there, missing
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.checks.runtime import N_TOKENS, answer_tokens, check_prompt
 from edgeinfer.exporters.pte import PteTarget
 from edgeinfer.exporters.request import Request

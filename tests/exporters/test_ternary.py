@@ -14,15 +14,15 @@ from parts import missing
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.checkpoint import TernaryCheckpoint
 from edgeinfer.exporters.ternary import export_ternary
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import PACK, dequantize
 from edgeinfer.models.formats.ternary_matrix import TernaryMatrix
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 AUTOBITLINEAR = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 ONLINE = AUTOBITLINEAR | {"quantization_mode": "online"}

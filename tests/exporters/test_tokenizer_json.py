@@ -15,7 +15,7 @@ import tokenizers
 from byte_vocabulary import byte_file
 from tokenizer_strings import real_texts, texts
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.tokenizer_json import tokenizer_config, tokenizer_json, write_tokenizer
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, SPACE_MARKED, UNICODE_16

@@ -9,13 +9,13 @@ import pytest
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.exporters.gguf.writer import Tensor
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.exporters.virtual_file import VirtualModelFile, virtual_tensor
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 
 
 @pytest.fixture

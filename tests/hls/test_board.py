@@ -9,7 +9,7 @@ from published_boards import checks, tellme_fits
 from tiny_models import write_tiny_model
 
 from edgeinfer.cli import main
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.hls.board.boards import KV260, board_of
 from edgeinfer.hls.board.model import Design, decode, first_token_seconds, floor_seconds, pass_seconds
 from edgeinfer.hls.board.report import report, report_lines

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 from edgeinfer.hls import compiler
 
 

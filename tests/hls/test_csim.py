@@ -13,7 +13,7 @@ import pytest
 from parts import is_there, missing
 
 from edgeinfer.backends.native import _core, available_isas
-from edgeinfer.errors import BackendUnavailable, BadBoardFolder, InvalidArgument, ShapeError
+from edgeinfer.common.errors import BackendUnavailable, BadBoardFolder, InvalidArgument, ShapeError
 from edgeinfer.hls import arithmetic, compiler
 from edgeinfer.hls.csim import CSimulation, Headers, build_bench, build_kernels, build_program
 from edgeinfer.hls.files.folder import BoardFolder

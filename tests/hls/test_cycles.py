@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.hls.cycles import TIMINGS, cycles
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.stalls import Stalls, goes

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from parts import is_there, missing
 
-from edgeinfer.errors import BackendUnavailable, InvalidArgument, ShapeError, SimulationError
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument, ShapeError, SimulationError
 from edgeinfer.hls.cycles import cycles
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import pack

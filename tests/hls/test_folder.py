@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BadBoardFolder, ShapeError
-from edgeinfer.files import file_sha256
+from edgeinfer.common.errors import BadBoardFolder, ShapeError
+from edgeinfer.common.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.golden import products
 from edgeinfer.hls.files.integrity import check_folder, faults_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from parts import is_there, missing
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.hls.cycles import cycles
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.packing import Trits, pack

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgeinfer.errors import InvalidArgument, ShapeError
+from edgeinfer.common.errors import InvalidArgument, ShapeError
 from edgeinfer.hls.geometry import ENCODINGS, Geometry, accumulator_bits
 from edgeinfer.hls.packing import from_ports, pack, to_ports, unpack
 

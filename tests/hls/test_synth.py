@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from parts import is_there, missing
 
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 from edgeinfer.hls.geometry import Geometry
 from edgeinfer.hls.synth import fmax, yosys
 from edgeinfer.hls.synth.counts import Counts, _counts

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from plain_jinja import CONVERSATIONS, Message, plainly_rendered
 from template_sources import FEATURES, MAX_SECONDS
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.chat_template import CHATML, MAX_LENGTH, MAX_SOURCE_BYTES, STEPS_A_PAIR, ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.known_templates import KNOWN_TEMPLATES, named_source

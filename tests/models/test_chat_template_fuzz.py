@@ -12,7 +12,7 @@ import pytest
 from plain_jinja import CONVERSATIONS, plainly_rendered
 from template_sources import FEATURES, MAX_SECONDS, Expressions, mutated
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.chat_template import CHATML, ChatTemplate
 
 MAX_KIB = 512 << 10

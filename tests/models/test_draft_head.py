@@ -8,7 +8,7 @@ import pytest
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import (
     ConcatenatedInput,

@@ -11,7 +11,7 @@ import pytest
 from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import Dense, ExpertRows, Experts, ModelSpec, read_spec
 from edgeinfer.models.expert_reader import MAY_BE_ROWS
 from edgeinfer.models.gguf import ModelFile

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
 from edgeinfer.cli.inspect import inspect
-from edgeinfer.errors import EdgeInferError, InvalidArgument, InvalidGGUF, ModelFileError, ModelNotFound
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, InvalidGGUF, ModelFileError, ModelNotFound
 from edgeinfer.models._strings import StringTable
 from edgeinfer.models.arrays import Numbers, Strings
 from edgeinfer.models.gguf import GGMLType, ModelFile

@@ -15,7 +15,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.exporters.calibration.texts import asked
 from edgeinfer.exporters.checks.runtime import check_prompt
 from edgeinfer.models.chat_template import ChatTemplate

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_sources import FEATURES, Expressions
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.chat_template import CHATML, ChatTemplate
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.provenance import Text, is_trusted, joined, plain, recased, replaced, trusted

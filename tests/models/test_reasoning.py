@@ -13,7 +13,7 @@ from scripted import Script, emitted
 from tiny_models import CHATML, write_tiny_model
 
 import edgeinfer
-from edgeinfer.errors import InvalidArgument, TemplateError
+from edgeinfer.common.errors import InvalidArgument, TemplateError
 from edgeinfer.models.provenance import is_trusted, plain
 from edgeinfer.models.reasoning import ToolCall, read_calls
 

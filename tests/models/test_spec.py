@@ -15,7 +15,8 @@ from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import decoder_config
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import CacheType
 from edgeinfer.models import (
     Attention,
     Dense,
@@ -33,7 +34,6 @@ from edgeinfer.models import (
 )
 from edgeinfer.models.arrays import Numbers
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import CacheType
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from edgeinfer.errors import EdgeInferError, TokenizerError, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, TokenizerError, UnsupportedModel
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenization import pre_tokenizers as pre_tokenizers_module
 from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, cut, splitter

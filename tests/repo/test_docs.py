@@ -9,12 +9,12 @@ import pytest
 import edgeinfer
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
+from edgeinfer.common.settings import options_of, variable_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.architectures import supported_architectures
-from edgeinfer.settings import options_of, variable_of
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "edgeinfer" / "heads").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 SHIPPED = ("backends", "edgeinfer", "exporters", "hls", "models")
 
 

@@ -11,13 +11,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: list[tuple[str, list[set[str]]]] = [
     # Lowest first. A part (a set of modules) may import itself and the layers before its own, but no other part of its
     # layer. The longest name that fits a module says which part it is in.
-    (
-        "names",
-        [
-            {"errors", "types", "arguments", "files", "file_identity", "devices", "sizes", "signal_handlers"}
-            | {"user_text", "one_process", "settings", "overriding"},
-        ],
-    ),
+    ("what every module may use", [{"common"}]),
     ("models by name", [{"library"}]),
     ("model file", [{"models._strings", "models.arrays", "models.gguf", "models.gguf_reader"}]),
     (
@@ -47,13 +41,13 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         ],
     ),
     ("weights that a draft head shares; simulated hardware", [{"backends.head_weights"}, {"backends.fpga_sim"}]),
-    ("memory plan, offload, sampling", [{"memory"}, {"offload"}, {"_sampler", "sampling", "repetition"}]),
+    ("memory plan, offload, sampling", [{"memory"}, {"offload"}, {"_sampler", "sampling", "repetition", "logprobs"}]),
     ("sampling that a file asks for", [{"sampling_defaults"}]),
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
     ("completions", [{"completion", "stream"}]),
-    ("engine and conversation, exporters", [{"engine", "chat", "message"}, {"exporters"}]),
+    ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),
     ("loading", [{"loading"}]),
     ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
     ("command line", [{"cli", "__main__"}]),
@@ -186,7 +180,7 @@ def test_a_test_imports_the_package_under_its_one_name(path: Path) -> None:
         ("edgeinfer.exporters.gguf.writer", "from edgeinfer.engine import Engine"),
         ("edgeinfer.training.distill", "from edgeinfer.cli import main"),
         ("edgeinfer.engine", "from edgeinfer.newpart import x"),
-        ("edgeinfer.newpart", "from edgeinfer.errors import EdgeInferError"),
+        ("edgeinfer.newpart", "from edgeinfer.common.errors import EdgeInferError"),
     ],
 )
 def test_a_forbidden_import_is_found(module: str, source: str) -> None:
@@ -209,7 +203,7 @@ def test_a_second_name_for_a_module_is_found(source: str) -> None:
 
 
 def test_imports_downwards_are_let_through() -> None:
-    source = "import numpy\nfrom edgeinfer.models.gguf import ModelFile\nfrom edgeinfer import devices"
+    source = "import numpy\nfrom edgeinfer.models.gguf import ModelFile\nfrom edgeinfer.common import devices"
     assert forbidden("edgeinfer.memory.fit", source) == [] and misnamed(source) == []
     assert len(modules()) > 20 and "edgeinfer.models" in modules() and "edgeinfer.backends.native.session" in modules()
 

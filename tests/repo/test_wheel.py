@@ -1,4 +1,4 @@
-"""What a wheel must hold: it is built here without compiling, from a copy of the tree with a draft head put in."""
+"""What a wheel must hold: it is built here without compiling, from a copy of the tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
 BUILD = "from scikit_build_core.build import build_wheel; build_wheel('out', {'wheel.cmake': 'false'})"
 FOR_THE_COMPILER = {".cpp", ".h", ".txt", ".cmake"}
-HEAD = "edgeinfer/heads/0123.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +28,9 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
         missing("dev", "scikit-build-core is not installed")
     tree = tmp_path_factory.mktemp("tree")
     for folder in {*PACKAGES.values()}:
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", "heads"))
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, tree)
-    (tree / HEAD).parent.mkdir()
-    (tree / HEAD).write_bytes(b"GGUF")
     subprocess.run([sys.executable, "-c", BUILD], cwd=tree, check=True, capture_output=True)
     (wheel,) = (tree / "out").glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -46,13 +43,13 @@ def in_the_tree() -> set[str]:
     for package, folder in PACKAGES.items():
         for path in (ROOT / folder).rglob("*"):
             inside = path.relative_to(ROOT / folder)
-            if path.is_file() and not {"__pycache__", "heads"} & set(inside.parts) and path.suffix != ".so":
+            if path.is_file() and "__pycache__" not in inside.parts and path.suffix != ".so":
                 found.add(f"{package}/{inside.as_posix()}")
     return {name for name in found if Path(name).suffix not in FOR_THE_COMPILER or name.startswith("edgeinfer/hls/")}
 
 
 def test_a_wheel_has_the_files_of_the_packages_and_nothing_else(names: set[str]) -> None:
-    assert names == in_the_tree() | {HEAD}
+    assert names == in_the_tree()
 
 
 def test_a_wheel_has_every_kernel_that_the_code_names(names: set[str]) -> None:

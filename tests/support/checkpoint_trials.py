@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpoint_mutations import Mutation, damaged, mutations, write_bases
 
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.huggingface import open_folder
 

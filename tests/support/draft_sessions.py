@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import Backend, HeadSession, Session
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.reference import ReferenceBackend
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Kind: TypeAlias = Literal["opencl", "onnx contrib", "onnx plain"]
 KINDS: tuple[Kind, ...] = ("opencl", "onnx contrib", "onnx plain")

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import HeadSession, Session
+from edgeinfer.common.types import Features, Logits, Nodes, Output
 from edgeinfer.engine import Engine
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.drafters.base import Context, Drafter
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Features, Logits, Nodes, Output
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 

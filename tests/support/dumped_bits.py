@@ -20,9 +20,16 @@ def build_dump(name: str, *configure: str) -> Path:
 
 
 def built_objects() -> list[Path]:
-    """Those of the engine that is installed from this tree; none if it is not."""
+    """Those of the engine that is installed from this tree; none if it is not. A file that was moved leaves its own."""
     version = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return sorted((ROOT / "build").glob(f"{version}-*/native/CMakeFiles/ei_*.dir/*.o"))
+    targets = (ROOT / "build").glob(f"{version}-*/native/CMakeFiles/ei_*.dir")
+    objects = (path for target in targets for path in target.rglob("*.o") if source_of(path, target).exists())
+    return sorted(objects)
+
+
+def source_of(path: Path, target: Path) -> Path:
+    """Of an object file in the folder of its target."""
+    return ROOT / "backends" / "native" / path.relative_to(target).with_suffix("")
 
 
 def link_dump(program: Path, compiler: str, objects: Iterable[Path]) -> Path:

@@ -18,7 +18,7 @@ from tiny_experts import write_tiny_experts
 from try_texts import sizes_of, texts
 
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer import cli
 from edgeinfer.backends.native import _core, available_isas
 from edgeinfer.backends.native.weights import BASE_THREE
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.hls.csim import CSimulation, Headers
 from edgeinfer.hls.cycles import cycles
 from edgeinfer.hls.files.golden import products

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 def main() -> None:

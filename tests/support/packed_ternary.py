@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.models.formats.ternary_packing import (
     BASE_THREE_INPUTS,
     LINE_BYTES,

@@ -26,11 +26,11 @@ from edgeinfer.backends.reference import (
 )
 from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
 from edgeinfer.backends.reference_weights import Activations, Weights
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 from edgeinfer.models import ModelSpec, TensorRef, check_blocks
 from edgeinfer.models.draft_head import GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 
 
 def open_reference_head(

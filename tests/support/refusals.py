@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from edgeinfer.backends.base import Session
-from edgeinfer.errors import EdgeInferError
+from edgeinfer.common.errors import EdgeInferError
 
 
 def check_refuses(session: Session) -> None:

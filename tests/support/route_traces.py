@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.offload.routing import NONE, Routing
 
 

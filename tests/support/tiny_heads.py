@@ -14,11 +14,11 @@ from tiny_models import Floats, Value, add_bpe, add_keys, add_matrix, written
 
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceSession
 from edgeinfer.backends.reference_math import rms_norm, silu
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import fingerprint
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 if TYPE_CHECKING:
     import gguf

@@ -10,7 +10,7 @@ import json
 import sys
 
 import edgeinfer
-from edgeinfer.errors import ExpertReadError
+from edgeinfer.common.errors import ExpertReadError
 
 
 def answer(engine: edgeinfer.Engine) -> dict[str, str]:

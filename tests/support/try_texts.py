@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.errors import ExpertReadError, ModelFileError
+from edgeinfer.common.errors import ExpertReadError, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, ExpertSizes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, ExpertSizes
 
 N_PROMPT, N_TOKENS = 24, 12
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgeinfer.backends.base import Session
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.watchdog import Clock
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Logits
 
 
 @dataclass

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgeinfer.errors import warn
-from edgeinfer.files import write_whole
+from edgeinfer.common.errors import warn
+from edgeinfer.common.files import write_whole
 
 _KIND, _VERSION = "edgeinfer answers", 1
 _MOST_BYTES = 64 << 20  # of a file that is read

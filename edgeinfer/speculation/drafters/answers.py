@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import count
 from typing import NamedTuple
 
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.answer_file import AnswerFile
 from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Logits
 
 MOST_TOKENS = 32_768
 LEAST_TOKENS = 1024  # that are of use: some ten short answers

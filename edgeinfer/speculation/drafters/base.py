@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+from edgeinfer.common.types import Features, Logits, MemoryUse
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree
 from edgeinfer.speculation.verify import Draw
-from edgeinfer.types import Features, Logits, MemoryUse
 
 
 class AcceptanceModel(Protocol):

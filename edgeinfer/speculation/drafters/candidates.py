@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from edgeinfer.backends.native import top_k
-from edgeinfer.errors import NumericalError
-from edgeinfer.types import Logits
+from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.types import Logits
 
 # Buckets: the class of the draft model's probability, for greedy requests and for sampled ones; the same for second
 # candidates.

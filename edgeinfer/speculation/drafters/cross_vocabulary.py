@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.base import DraftingSession, Session
 from edgeinfer.backends.native import top_k
-from edgeinfer.errors import NumericalError
+from edgeinfer.common.errors import NumericalError
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile

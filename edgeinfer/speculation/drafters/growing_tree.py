@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from edgeinfer.common.types import Features
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Features
 
 
 class Node(NamedTuple):

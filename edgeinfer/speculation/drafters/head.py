@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import DraftingHead, HeadSession
-from edgeinfer.errors import Interrupted, NumericalError, ShapeError
-from edgeinfer.overriding import override
+from edgeinfer.common.errors import Interrupted, NumericalError, ShapeError
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Features, Logits, Nodes, Output
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Features, Logits, Nodes, Output
 
 _WIDTH = 4  # most nodes of a level that get children
 _N_CANDIDATES = 3  # children of a node

@@ -18,15 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.base import DraftingSession, Session
-from edgeinfer.errors import NumericalError
-from edgeinfer.overriding import override
+from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter, MultiLevelDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import MAX_CALL_MS, DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Logits
 
 _N_CANDIDATES = 2  # of a level
 _MAX_UNSEEN = 4  # tokens that a pass with guesses may have before them, as it computes logits of all

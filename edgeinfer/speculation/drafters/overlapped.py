@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from edgeinfer.errors import Interrupted
-from edgeinfer.overriding import override
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Features, Logits
 from edgeinfer.speculation.drafters.base import (
     AcceptanceModel,
     BackgroundDrafter,
@@ -27,7 +28,6 @@ from edgeinfer.speculation.drafters.overlapped_draft import OverlappedChain, Ove
 from edgeinfer.speculation.drafters.watchdog import Clock, Watchdog
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Features, Logits
 
 _MARGIN = 0.8  # of max_wait_ms: a draft that is expected later than this may come too late
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
 from edgeinfer.speculation.drafters.base import AcceptanceModel, Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 

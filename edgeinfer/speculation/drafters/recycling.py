@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgeinfer.backends.native import top_k
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Logits
 
 MOST_ROWS = 65_536
 LEAST_ROWS = 4096  # that are of use: a token takes two, so those of an answer overwrite each other with fewer

@@ -10,13 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from edgeinfer.overriding import override
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
 from edgeinfer.speculation.drafters.chains import Chains
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, Realignment
 from edgeinfer.speculation.tree import DraftTree, no_draft
-from edgeinfer.types import Logits
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
 LEAST_TOKENS = 256  # that are of use: with them code and prose of 3000 tokens have 3/4 of the gain, with 128 half

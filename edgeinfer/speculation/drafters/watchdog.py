@@ -9,11 +9,11 @@ from threading import Condition, Thread
 from time import perf_counter
 from typing import TypeVar
 
-from edgeinfer.errors import BackendLost, Interrupted
-from edgeinfer.overriding import override
+from edgeinfer.common.errors import BackendLost, Interrupted
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Features, Logits
 from edgeinfer.speculation.drafters.base import Context, CostlyDrafter, FeatureDrafter
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Features, Logits
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.checkpoint.config import Config
 from edgeinfer.exporters.checkpoint.quantized import awq, compressed, gptq, modelopt, scaled
 from edgeinfer.exporters.checkpoint.quantized.parts import Parts

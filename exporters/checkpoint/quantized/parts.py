@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint.safetensors import StoredTensor
 from edgeinfer.exporters.checkpoint.tensor import PlainTensor, Tensor
 

@@ -11,7 +11,7 @@ from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.errors import ModelFileChanged
+from edgeinfer.common.errors import ModelFileChanged
 
 try:
     import llama_cpp  # noqa: F401

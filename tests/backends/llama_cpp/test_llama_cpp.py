@@ -36,7 +36,7 @@ from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend
 from edgeinfer.backends.llama_cpp import library as library_module
 from edgeinfer.backends.llama_cpp.worker import Worker
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendUnavailable,
     BudgetExceeded,
     ContextOverflow,
@@ -46,10 +46,10 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec, supported_architectures
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Open = Callable[..., LlamaCppSession]
 TOLERANCE = {"F32": 2e-2, "Q4_K": 0.15}
@@ -806,7 +806,7 @@ def test_without_the_library_the_module_imports_and_the_backend_names_the_extra(
 import sys
 sys.modules["llama_cpp"] = None
 from edgeinfer.backends.llama_cpp import LlamaCppBackend
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 try:
     LlamaCppBackend()
 except BackendUnavailable as error:

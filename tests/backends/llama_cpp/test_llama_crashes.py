@@ -23,10 +23,10 @@ import edgeinfer
 from edgeinfer.backends.driver_probe import interpreter
 from edgeinfer.backends.llama_cpp import LlamaCppBackend, LlamaCppSession
 from edgeinfer.backends.llama_cpp import process as process_module
-from edgeinfer.errors import BackendCrashed, BackendLost, BackendUnavailable, ModelFileChanged
+from edgeinfer.common.errors import BackendCrashed, BackendLost, BackendUnavailable, ModelFileChanged
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 TOKENS = np.arange(40, dtype=np.int32)
 
@@ -359,8 +359,8 @@ HOST = """
 import sys
 from edgeinfer.backends.llama_cpp import LlamaCppBackend
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 file, backend = ModelFile.open(sys.argv[1]), LlamaCppBackend()
 session = backend.load(file, None, backend.plan(file, None, LoadSettings(64)), Device(1)).session()
 print(session.model._process.pid, flush=True)

@@ -12,11 +12,11 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas
 from edgeinfer.backends.native.config import BLOCKS
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import EdgeInferError, UnsupportedModel
+from edgeinfer.common.errors import EdgeInferError, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 @dataclass(frozen=True)

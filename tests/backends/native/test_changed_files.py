@@ -18,12 +18,12 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.backends.native.packed import packed_path
-from edgeinfer.errors import ModelFileChanged, ModelFileError
+from edgeinfer.backends.native.packing.packed import packed_path
+from edgeinfer.common.errors import ModelFileChanged, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 TOKENS = np.arange(40, dtype=np.int32)
 N_CTX = 64
@@ -157,11 +157,11 @@ from pathlib import Path
 sys.path.insert(0, {support!r})
 import numpy as np
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import ModelFileChanged
+from edgeinfer.common.errors import ModelFileChanged
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 path, packed, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 if when == "before":
     faulthandler.enable()

@@ -17,12 +17,12 @@ from tiny_models import write_tiny_model
 from try_texts import sizes_of
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.backends.native.packed import packed_path
-from edgeinfer.errors import EdgeInferError, ExpertReadError, Interrupted, InvalidArgument
+from edgeinfer.backends.native.packing.packed import packed_path
+from edgeinfer.common.errors import EdgeInferError, ExpertReadError, Interrupted, InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, ExpertSizes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device, ExpertSizes
 
 KINDS = ("one file", "split", "packed")
 LENGTHS = (40, *range(1, 17))  # tokens of passes, the first in chunks

@@ -14,14 +14,14 @@ from tiny_experts import ExpertArchitecture, write_tiny_experts
 from try_texts import sizes_of
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.backends.native.expert_cache import ExpertCache
-from edgeinfer.backends.native.packed import packed_path
-from edgeinfer.errors import Interrupted
+from edgeinfer.backends.native.experts.cache import ExpertCache
+from edgeinfer.backends.native.packing.packed import packed_path
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.offload.control import PrefetchingCache, control_experts
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_LAYERS, N_EXPERTS, N_USED = 4, 16, 3
 LENGTHS = (40, *range(1, 10), *[1] * 6)  # tokens of passes: 40 want all experts

@@ -16,11 +16,11 @@ from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_ex
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 Tokens = np.ndarray
 

@@ -14,15 +14,15 @@ from tiny_models import BLOCK_256_TYPES
 
 from edgeinfer.backends import reference_experts
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, available_isas, experts
-from edgeinfer.backends.native.experts import EXPERT_ROLES
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.experts.model_experts import EXPERT_ROLES
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_experts import Choice, choose
-from edgeinfer.errors import BadPack, ExpertReadError, Interrupted, ModelFileChanged, UnsupportedModel
+from edgeinfer.common.errors import BadPack, ExpertReadError, Interrupted, ModelFileChanged, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Experts, ModelSpec, RouterFunction, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_VOCAB = 291
 # Every architecture in a format whose experts are quantised, and formats of each kind of inputs and tiles.

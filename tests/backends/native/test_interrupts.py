@@ -16,12 +16,12 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel, _core, load_head, plan_head
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_CTX = 4096
 

@@ -15,12 +15,12 @@ from tiny_models import write_tiny_model
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel, available_isas, load_head, plan_head
 from edgeinfer.backends.native.passes import Piece, cut
-from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device, Output
 from edgeinfer.models import read_spec
 from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device, Output
 
 N_CTX, N_VOCAB, N_STEPS = 256, 290, 6
 

@@ -16,11 +16,11 @@ from tiny_models import Architecture, write_tiny_model
 from edgeinfer.backends.base import Rows, run_text
 from edgeinfer.backends.native import NativeBackend, NativeSession
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device, MemoryPlan
 
 SEGMENT = SLACK = 128  # slots, as in kv_head.h; tokens that can always be cut, as in kv_state.h
 OLMO2: dict[str, Any] = {"n_layers": 4, "metadata": {"olmo2.attention.sliding_window": 20}}  # as gemma2 and gemma3 have

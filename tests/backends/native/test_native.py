@@ -23,10 +23,10 @@ from tiny_models import (
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core, available_isas, top_k
 from edgeinfer.backends.native.backend import faster_bits
-from edgeinfer.backends.native.packed import LAYOUT, packed_path
+from edgeinfer.backends.native.packing.packed import LAYOUT, packed_path
 from edgeinfer.backends.native.weights import BASE_THREE
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendUnavailable,
     ContextOverflow,
     EdgeInferError,
@@ -37,10 +37,10 @@ from edgeinfer.errors import (
     ShapeError,
     UnsupportedModel,
 )
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 FORMATS += ["TQ1_0", "TQ2_0", "I2_S", "Q2_0", "MXFP4"]

@@ -16,15 +16,15 @@ from split_models import split_model
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend, packed
-from edgeinfer.backends.native.packed import LAYOUT, MAGIC, packed_path
+from edgeinfer.backends.native.packing.packed import LAYOUT, MAGIC, packed_path
 from edgeinfer.cli import main
-from edgeinfer.errors import BadPack, ModelFileError
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BadPack, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 LARGE = {"n_embd": 256, "n_ff": 2048, "n_layers": 4}  # 3.8 MB: most bytes are in no sample
 

@@ -10,12 +10,12 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, _core
 from edgeinfer.backends.native.weights import Part
-from edgeinfer.errors import BackendLost, Interrupted
+from edgeinfer.common.errors import BackendLost, Interrupted
+from edgeinfer.common.settings import LoadSettings, TernaryBits
+from edgeinfer.common.types import Device, MemoryUse
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import codes_of
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings, TernaryBits
-from edgeinfer.types import Device, MemoryUse
 
 Answer = Callable[[int, np.ndarray], np.ndarray | None]
 PRODUCT = ctypes.CFUNCTYPE(

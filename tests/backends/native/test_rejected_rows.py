@@ -10,10 +10,10 @@ from tiny_experts import write_tiny_experts
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.native import NativeBackend, NativeModel, _core
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 N_VOCAB = 291
 

@@ -9,10 +9,10 @@ from exactness import same_bits
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer.backends.native.repacking import RepackableModel
+from edgeinfer.backends.native.packing.repacking import RepackableModel
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import Device
 
 TOKENS, ROWS = [(5 * i * i + 3 * i) % 259 for i in range(20)], [3, 19]
 SCALES = dict[str, float]

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
+from edgeinfer.common.settings import CacheType, LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import Dense, Layer, ModelSpec, dense_of, read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import CacheType, LoadSettings
-from edgeinfer.types import Device
 
 WINDOW, N_HEADS = 20, 4
 Array = NDArray[np.float64]

@@ -15,14 +15,14 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
 from edgeinfer.backends.native import backend as backend_module
-from edgeinfer.backends.native.packed import packed_path
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.errors import ModelFileChanged, ModelFileError
+from edgeinfer.common.errors import ModelFileChanged, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.memory.process import resident_bytes
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 IDS = np.array([3, 290, 0, 17, 16, 15, 255, 256, 3], dtype=np.int32)
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -172,8 +172,8 @@ from pathlib import Path
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -8,9 +8,9 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.native.trial import PROMPT, SIZES, time_passes, weight_bytes
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 @pytest.mark.parametrize("architecture, tensor_type", [("gemma3", "Q6_K"), ("bitnet", "I2_S")])

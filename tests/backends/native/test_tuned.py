@@ -9,11 +9,11 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas, tuning
 from edgeinfer.backends.native.tuning import MOST_TOKENS, Prefetch
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 FORMATS += ["TQ1_0", "TQ2_0", "I2_S", "Q2_0", "MXFP4"]

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import tuning
 from edgeinfer.backends.native.tuning import ALL_CACHES, AROUND_L3, FROM_L2, Prefetch, Search, tune
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.record_cache import record_folder
 

@@ -10,17 +10,17 @@ from draft_sessions import Kind, difference, differences_to_the_reference, opene
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.backends.onnx import OnnxBackend, ProviderInfo
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendLost,
     Interrupted,
     InvalidArgument,
     UnsupportedModel,
 )
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reader import each_mixer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 FLOATS = ["F32", "F16", "BF16"]
 BLOCKS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]

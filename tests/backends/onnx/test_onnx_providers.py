@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.onnx import ProviderInfo, check_provider, choose_provider, library, list_providers, runtime
 from edgeinfer.cli.devices import _provider_lines
-from edgeinfer.errors import BackendUnavailable, InvalidArgument
+from edgeinfer.common.errors import BackendUnavailable, InvalidArgument
 
 
 def devices_process(*arguments: str, **environment: str) -> str:

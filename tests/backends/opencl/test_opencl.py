@@ -15,19 +15,19 @@ from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 import edgeinfer
 from edgeinfer.backends.opencl import OpenCLBackend, OpenCLDevice, OpenCLModel, OpenCLSession
 from edgeinfer.backends.opencl import device as device_module
-from edgeinfer.errors import (
+from edgeinfer.common.errors import (
     BackendLost,
     BudgetExceeded,
     ContextOverflow,
     InvalidArgument,
     UnsupportedModel,
 )
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.types import Device
 
 FORMATS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0"]
 FORMATS += ["Q2_K", "Q3_K", "MXFP4"]

@@ -18,7 +18,7 @@ from edgeinfer.backends.opencl import OpenCLDevice, check_device, choose_device,
 from edgeinfer.backends.opencl import device as device_module
 from edgeinfer.backends.opencl.probe import as_json
 from edgeinfer.cli.devices import _device_lines
-from edgeinfer.errors import BackendLost, BackendUnavailable, InvalidArgument
+from edgeinfer.common.errors import BackendLost, BackendUnavailable, InvalidArgument
 
 SOURCES = Path(device_module.__file__).parent
 

@@ -11,15 +11,15 @@ from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer.backends.opencl import OpenCLDevice
 from edgeinfer.backends.opencl import device as device_module
+from edgeinfer.common import devices
+from edgeinfer.common.types import Nodes
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.model import ModelDrafter
 from edgeinfer.speculation.drafters.overlapped import OverlappedDrafter
 from edgeinfer.speculation.drafters.watchdog import WatchedDrafter
-from edgeinfer.types import Nodes
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 Open = Callable[..., tuple[edgeinfer.Engine, list[str]]]

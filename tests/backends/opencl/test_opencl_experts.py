@@ -9,7 +9,7 @@ from numpy_tier import expert_outputs
 from tiny_experts import ExpertArchitecture, write_tiny_experts
 
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
-from edgeinfer.errors import BackendLost, BudgetExceeded
+from edgeinfer.common.errors import BackendLost, BudgetExceeded
 from edgeinfer.models import Experts, read_spec
 from edgeinfer.models.gguf import ModelFile
 

@@ -7,7 +7,7 @@ from packed_dot import with_packed_dot
 from packed_ternary import pack_two_bit
 
 from edgeinfer.backends.opencl import OpenCLDevice, TernaryMatrix, available_ways, fastest_way, measure_ways
-from edgeinfer.errors import InvalidArgument, ShapeError
+from edgeinfer.common.errors import InvalidArgument, ShapeError
 
 
 @pytest.fixture(scope="module", params=["plain", "dot", "lookup"])

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer import cli
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 COMMANDS = {  # with BAD in the place of the file, and MODEL and HEAD of those beside it
     "chat": ["chat", "hi", "-m", "BAD"],

@@ -26,7 +26,7 @@ from edgeinfer import cli
 from edgeinfer.cli import terminal
 from edgeinfer.cli.answering import stopped_by_ctrl_c
 from edgeinfer.cli.terminal import ProgressBar, Writer, visible
-from edgeinfer.errors import BackendLost, NumericalError, TemplateError, UnsupportedModel
+from edgeinfer.common.errors import BackendLost, NumericalError, TemplateError, UnsupportedModel
 from edgeinfer.loading import backend_choice
 from edgeinfer.loading import open as loading
 from edgeinfer.sampling import SamplingParams
@@ -488,8 +488,8 @@ def test_the_help_and_the_docs_have_all_exit_codes():
     said = re.search(r"Exit codes: (.*?)\.", help_text)[1]
     assert [int(code) for code in re.findall(r"(?:^|, )(\d+) ", said)] == sorted(EXIT_CODES.values())
     assert said in " ".join((Path(__file__).parents[3] / "docs" / "chat.md").read_text().split())
-    kinds = [kind for kind in vars(edgeinfer.errors).values() if isinstance(kind, type)]
-    errors = [kind for kind in kinds if issubclass(kind, edgeinfer.errors.EdgeInferError)]
+    kinds = [kind for kind in vars(edgeinfer.common.errors).values() if isinstance(kind, type)]
+    errors = [kind for kind in kinds if issubclass(kind, edgeinfer.common.errors.EdgeInferError)]
     assert {error.exit_code for error in errors} <= set(EXIT_CODES.values())
 
 

@@ -20,9 +20,9 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.cli.plotting import drawable
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.files import utf8_name
 from edgeinfer.exporters.gguf.writer import write_gguf
-from edgeinfer.files import utf8_name
 from edgeinfer.models.gguf import ModelFile
 
 ODD = os.fsdecode(b"odd\xff")

@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.cli.options import FileName, MayNameFile, OutputName
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 
 WRITING = {  # each option that writes, with the rest of its command line; MODEL is a GGUF file, TEXT a text
     ("profile", "--plot"): ["MODEL"],

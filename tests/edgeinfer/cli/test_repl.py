@@ -14,7 +14,7 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.settings import Settings
-from edgeinfer.errors import ContextOverflow, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import ContextOverflow, EdgeInferError, InvalidArgument
 from edgeinfer.sampling import SamplingParams
 
 # A shell that controls jobs: it says when the chat is suspended, and a line of input lets it go on.
@@ -257,7 +257,7 @@ def test_a_model_for_which_there_is_no_room_beside_takes_the_place_and_a_bad_one
     model, other, tmp_path, monkeypatch
 ):
     from edgeinfer.cli import repl as repls
-    from edgeinfer.errors import BudgetExceeded, UnsupportedModel
+    from edgeinfer.common.errors import BudgetExceeded, UnsupportedModel
 
     opened, notes = [], []
     open_engine = repls.open_engine

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.cli.sessions import Session, session_lines
-from edgeinfer.errors import EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from tiny_models import write_tiny_model
 from edgeinfer import cli
 from edgeinfer.chat import Conversation
 from edgeinfer.cli.options import read_escapes
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.user_text import decoded, sample_of, without_mark
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.exporters.calibration.texts import texts_of_file
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.prompts import read_prompts
-from edgeinfer.user_text import decoded, sample_of, without_mark
 
 
 @pytest.fixture(scope="module")

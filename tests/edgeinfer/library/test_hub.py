@@ -10,7 +10,7 @@ import pytest
 from fake_hub import COMMIT, TOKEN, FakeHub, Repo, use_hub
 
 import edgeinfer
-from edgeinfer.errors import DownloadError, InvalidArgument, ModelNotFound
+from edgeinfer.common.errors import DownloadError, InvalidArgument, ModelNotFound
 from edgeinfer.library import hub as module
 from edgeinfer.library.hub import choose, fetch
 from edgeinfer.library.references import HubReference, parse_reference, url_advice

@@ -9,7 +9,7 @@ from fake_hub import quiet_machine
 from tiny_models import write_tiny_model
 
 import edgeinfer
-from edgeinfer.errors import InvalidArgument, ModelFileError, ModelNotFound
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, ModelNotFound
 from edgeinfer.library import local
 from edgeinfer.library.local import local_models
 from edgeinfer.library.names import find_model

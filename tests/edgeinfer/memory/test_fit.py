@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
 from edgeinfer.memory.budget import Item, Ledger
 from edgeinfer.memory.fit import (
     FitSettings,

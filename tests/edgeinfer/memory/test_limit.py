@@ -2,8 +2,8 @@
 
 import pytest
 
-from edgeinfer import devices
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common import devices
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.memory.limit import limit_of, margin_of, parse_budget
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.sizes import SizeRequest
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.offload.cache_size import ALL, AUTO, fitting_bytes, largest_cache, parse, wanted_bytes
 from edgeinfer.offload.size_search import LEAST_TOKENS, CacheSizeSearch, load_search, save_search
-from edgeinfer.sizes import SizeRequest
-from edgeinfer.types import ExpertSizes
 
 MIB, GIB = 1 << 20, 1 << 30
 SIZES = ExpertSizes(total=16 * GIB, least=64 * MIB, a_token=3 * GIB, n_layers=48, n_experts=128, n_used=8)

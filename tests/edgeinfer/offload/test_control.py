@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from edgeinfer.common.types import ExpertSizes
 from edgeinfer.offload import control
 from edgeinfer.offload.control import ExpertControl, control_experts
 from edgeinfer.offload.size_search import load_search
 from edgeinfer.offload.usage import load_usage
-from edgeinfer.types import ExpertSizes
 
 SIZES = ExpertSizes(total=800, least=20, a_token=40, n_layers=2, n_experts=4, n_used=2)
 
@@ -41,6 +41,8 @@ class FakeCache:
     record_bytes: Sequence[int] = (0, 10, 10)
     is_of_use: bool = True
     now: float = 0.0
+    others: float = 0.0  # CPU seconds of other programs
+    load: float = 0.0  # cores that they use
     prefetch: dict[int, int] = field(default_factory=dict)
     hints: list[tuple[int, list[int]]] = field(default_factory=list)
     warmed: list[tuple[int, int]] = field(default_factory=list)
@@ -75,7 +77,9 @@ class FakeCache:
         self.n_rows = n_rows
         is_on = any(self.prefetch.values())
         faster = is_on == self.is_of_use
-        self.now += 0.5 if is_on and faster else 1.0 if faster or not is_on else 1.5
+        seconds = 0.5 if is_on and faster else 1.0 if faster or not is_on else 1.5
+        self.now += seconds
+        self.others += self.load * seconds
         counted = OfLayer(2, 1, 10, int(is_on), int(is_on), 0.2)
         self.counts = Stats(
             (OfLayer(), *(_sum(of, counted) for of in self.counts.layers[1:])), self.counts.busy_seconds + 0.4
@@ -91,6 +95,8 @@ def _sum(of: OfLayer, added: OfLayer) -> OfLayer:
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeCache:
     made = FakeCache()
     monkeypatch.setattr(control, "time", SimpleNamespace(perf_counter=lambda: made.now))
+    clock = SimpleNamespace(now=lambda: made.now, own=lambda: made.now, all=lambda: made.now + made.others)
+    monkeypatch.setattr(control, "MachineClock", lambda: clock)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
@@ -159,6 +165,29 @@ def test_the_speed_of_a_long_run_counts_for_the_size_of_the_next_cache(cache: Fa
         assert len(load_search("search").runs) == n_runs
     ((size, (of_run,)),) = load_search("search").runs.items()
     assert size == 40 and of_run.hit_rate == 0.5 and of_run.tokens_per_second >= 1.0
+
+
+def test_passes_beside_other_programs_say_nothing_of_the_size(cache: FakeCache) -> None:
+    for load, n_runs in ((0.5, 0), (0.1, 1)):
+        cache.load = load
+        watched = ExpertControl(cache, SIZES, 2, ("usage", "search"))
+        run(cache, watched, 80)
+        watched.close()
+        assert len(load_search("search").runs) == n_runs
+    watched = ExpertControl(cache, SIZES, 2, ("usage", "search"))
+    cache.load = 0.0
+
+    def beside_others() -> bool:
+        cache.now, cache.others = cache.now + 9.0, cache.others + 9.0
+        return cache.forward()
+
+    run(cache, watched, 56)
+    for _ in range(16):
+        watched.run([7], beside_others)
+    run(cache, watched, 40)
+    watched.close()
+    (runs,) = load_search("search").runs.values()
+    assert len(runs) == 2 and runs[1].tokens_per_second > 0.8  # 0.4 with all passes
 
 
 def test_passes_of_several_rows_are_learnt_from_and_not_timed(cache: FakeCache) -> None:

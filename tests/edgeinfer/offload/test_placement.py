@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from placement_simulation import assign, best_of_all, on_cpu, simulate, where_held
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.offload.placement import (
     Assignment,
     ExpertTimes,

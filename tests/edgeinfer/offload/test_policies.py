@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from route_traces import read_trace
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.offload.policies import CachePolicy, Farthest, LeastRecent, PassRecency, count_hits, hit_rates
 from edgeinfer.offload.routing import NONE, Routing
 

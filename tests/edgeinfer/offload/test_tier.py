@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from placement_simulation import assign, on_cpu, where_held
 
-from edgeinfer.errors import BackendLost, BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BackendLost, BudgetExceeded, InvalidArgument
 from edgeinfer.offload import tier as tier_module
 from edgeinfer.offload.cache_size import parse
 from edgeinfer.offload.placement import (

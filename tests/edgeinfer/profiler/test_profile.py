@@ -13,7 +13,8 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.native.trial import PassTimes
 from edgeinfer.cli import main
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.sizes import parse_amount
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import Attention
@@ -21,7 +22,6 @@ from edgeinfer.profiler import machine, passes, report
 from edgeinfer.profiler.hits import recency_hit_rate, union_of
 from edgeinfer.profiler.machine import Machine, described
 from edgeinfer.profiler.passes import Passes
-from edgeinfer.sizes import parse_amount
 
 GB = 1e9
 HERE = Machine("this CPU", 2, 8 << 30, 20 * GB, 100 * GB, 1 * GB)

@@ -18,6 +18,7 @@ from drafting import (
 )
 from tiny_models import write_tiny_model
 
+from edgeinfer.common.other_work import MOST_SHARE, LoadMeter, MachineClock
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import (
     cached_costs,
@@ -28,7 +29,6 @@ from edgeinfer.speculation.calibration import (
     save_curve,
 )
 from edgeinfer.speculation.cost import CostCurve, CostModel
-from edgeinfer.speculation.other_work import MOST_SHARE, LoadMeter, MachineClock
 from edgeinfer.speculation.tree import no_draft
 
 GREEDY = {"temperature": 0.0}

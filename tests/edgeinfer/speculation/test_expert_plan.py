@@ -5,11 +5,11 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import MemoryPlan, MemoryUse
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.plan import find_drafters
-from edgeinfer.types import MemoryPlan, MemoryUse
 
 PLAN = MemoryPlan(LoadSettings(64, n_batch=64), MemoryUse(0, 0, 0))
 

@@ -12,11 +12,11 @@ from other_vocabulary import write_reordered
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 
 import edgeinfer
-from edgeinfer import devices
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.cli.answering import write_answer
 from edgeinfer.cli.terminal import ProgressBar, Writer
-from edgeinfer.errors import (
+from edgeinfer.common import devices
+from edgeinfer.common.errors import (
     BackendLost,
     BackendUnavailable,
     BudgetExceeded,
@@ -282,10 +282,23 @@ def test_a_head_runs_on_the_cpu_where_its_device_has_none(listed, open_engine, m
     assert type(drafter_of(engine)) is HeadDrafter and engine.speculator.placements["head"].device == "the CPU"
 
 
-def test_no_device_is_asked_for_a_head_unless_one_is_named(open_engine, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(placement, "_KINDS", {"opencl": lambda: pytest.fail("a driver was asked")})
+@pytest.mark.parametrize("own, of_cpu, is_taken", [(1.0, 9.0, True), (9.9, 1.0, False)])
+def test_auto_measures_a_head_on_a_gpu_as_a_model(
+    onnx_provider, listed, open_engine, model, expected, tmp_path, monkeypatch, own, of_cpu, is_taken
+):
+    """Milliseconds of a pass of the head; one of the target takes ten. ONNX Runtime on the CPU stands for the GPU."""
+
+    def costs_of(milliseconds):
+        return cost_model(lambda n: milliseconds * (1.0 + 0.03 * (n - 1)))
+
+    (found, _), *_ = placement._KINDS["onnx"]()[0]
+    listed(replace(found, is_gpu=True, n_cores=0, shares_memory=False))
+    monkeypatch.setattr(open_on_device, "cached_costs", lambda key, measure: costs_of(own))
+    monkeypatch.setattr(opening, "costs_of", lambda file, *_: costs_of(of_cpu if file.path.stem == "head" else 10.0))
     engine, notes = open_engine("auto", draft=write_tiny_head(tmp_path / "head.gguf", model))
-    assert type(drafter_of(engine)) is HeadDrafter and notes == []
+    assert notes == [] and isinstance(drafter_of(engine), OverlappedDrafter) == is_taken
+    assert engine.speculator.placements["head"].device.startswith(found.title if is_taken else "the CPU, 1")
+    assert engine.generate(PROMPT, **GREEDY).tokens == expected
 
 
 @pytest.mark.parametrize("kind", ["model", "head", "head without rows", "head with taps", "EAGLE-3 head"])

@@ -4,11 +4,11 @@ import pytest
 from drafting import PROMPT, FixedCosts, tokens_of
 
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 
 pytestmark = pytest.mark.usefixtures("native")

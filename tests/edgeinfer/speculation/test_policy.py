@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from edgeinfer.errors import NumericalError, ShapeError
+from edgeinfer.common.errors import NumericalError, ShapeError
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.policy import Proposal, select_tree

@@ -21,7 +21,7 @@ from interrupts import raise_from
 from tiny_heads import write_tiny_head
 
 import edgeinfer
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.tree import DraftTree
 

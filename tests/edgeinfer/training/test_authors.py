@@ -14,8 +14,8 @@ if importlib.util.find_spec("torch") is None:
 import torch
 
 import edgeinfer
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.engine import Engine
-from edgeinfer.errors import InvalidArgument
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams

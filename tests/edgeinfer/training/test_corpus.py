@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common.errors import InvalidArgument, ModelFileError, NumericalError
+from edgeinfer.common.types import TokenIds
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.training.corpus import AnswerRequest, Corpus, Mix, TrainingText, check_settings, draft_vocabulary
 from edgeinfer.training.features import Features, Halves, as_halves, rows_path, save_rows
 from edgeinfer.training.prompts import Prompt, held_out, read_prompts, shuffled
-from edgeinfer.types import TokenIds
 
 PROMPTS = [Prompt((f"prompt {n}",)) for n in range(40)]
 

@@ -11,7 +11,7 @@ if importlib.util.find_spec("torch") is None:
     missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
 import torch
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 from edgeinfer.training.rounding import rounded

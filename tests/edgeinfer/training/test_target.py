@@ -18,10 +18,11 @@ import torch
 
 import edgeinfer
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import NumericalError, UnsupportedModel
+from edgeinfer.common.errors import NumericalError, UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device, TokenIds
 from edgeinfer.models import Dense, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.training import agreement, batch_author
 from edgeinfer.training import target as target_module
 from edgeinfer.training.author import MIN_ANSWER, NativeAuthor, tree_rows
@@ -31,7 +32,6 @@ from edgeinfer.training.features import Halves, NativeRecorder, Taps
 from edgeinfer.training.head import HeadSizes
 from edgeinfer.training.prompts import Prompt
 from edgeinfer.training.target import KVCache, TorchTarget
-from edgeinfer.types import Device, TokenIds
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BudgetExceeded
+from edgeinfer.common.errors import BudgetExceeded
 from edgeinfer.exporters.auto.allocation import Options, allocate, margins
 
 

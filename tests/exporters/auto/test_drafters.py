@@ -14,7 +14,9 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto import candidates, draft_choice, speed, trial
 from edgeinfer.exporters.auto import target as target_module
 from edgeinfer.exporters.auto.allocation import Options, best_mix, front_of, small_mix
@@ -26,8 +28,6 @@ from edgeinfer.exporters.auto.target import open_target
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
 

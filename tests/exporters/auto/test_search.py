@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto import choice, speed, trial
 from edgeinfer.exporters.auto.candidates import subjects_of, uniform
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
@@ -20,7 +21,6 @@ from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.types import Device
 
 Q8_0 = GGMLType.Q8_0
 TEXTS = [CalibrationText([(7 * i * i + 3 * i + seed) % 259 for i in range(40)], 5) for seed in range(3)]

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
-from edgeinfer import devices
 from edgeinfer.backends.native import _core
+from edgeinfer.common import devices
+from edgeinfer.common.other_work import LoadMeter
 from edgeinfer.exporters.auto import speed
 from edgeinfer.exporters.auto.candidates import subjects_of
 from edgeinfer.exporters.auto.progress import Pace
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.speculation.other_work import LoadMeter
 
 SHAPE, FORMATS = (32, 64), (GGMLType.Q4_0, GGMLType.Q8_0)
 

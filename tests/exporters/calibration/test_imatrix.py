@@ -14,10 +14,13 @@ from parts import is_there, missing
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer import cli, devices
+from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.reference import ReferenceBackend, ReferenceModel
-from edgeinfer.errors import BudgetExceeded, ModelFileError
+from edgeinfer.common import devices
+from edgeinfer.common.errors import BudgetExceeded, ModelFileError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.calibration import collect
 from edgeinfer.exporters.calibration.collect import squares_bytes
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, read_imatrix, write_imatrix
@@ -27,8 +30,6 @@ from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 TEXTS = (list(range(3, 40)), [5, 8, 200])
 Found = dict[str, tuple[np.ndarray, np.ndarray]]

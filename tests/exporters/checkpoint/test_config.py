@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config
 
 

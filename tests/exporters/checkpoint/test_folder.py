@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import write_safetensors
 
-from edgeinfer.errors import ModelFileError, ModelNotFound, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, ModelNotFound, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checkpoint.adapters import adapter_files
 from edgeinfer.exporters.checkpoint.folder import Folder

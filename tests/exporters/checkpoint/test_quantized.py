@@ -16,7 +16,7 @@ from checkpoints import write_safetensors
 from numpy.testing import assert_array_equal
 from quantized_checkpoints import CASES, Case, Tensors, float8, fp8, gptq, packed
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.checkpoint.tensor import all_floats
 from edgeinfer.exporters.checkpoint.weight_files import read_stored

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_safetensors
 from numpy.testing import assert_array_equal
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.models.gguf import GGMLType
 

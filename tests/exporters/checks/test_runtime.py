@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import BackendUnavailable, ModelFileError
+from edgeinfer.common.errors import BackendUnavailable, ModelFileError
 from edgeinfer.exporters.checks.runtime import GreedyRun, compare_logits, compare_tokens
 from edgeinfer.exporters.checks.runtime_process import ask_runtime
 from edgeinfer.exporters.divergence import distance

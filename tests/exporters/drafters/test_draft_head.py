@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.drafters.draft_head import HeadTypes, write_draft_head
 from edgeinfer.models import read_spec
 from edgeinfer.models.arrays import Strings

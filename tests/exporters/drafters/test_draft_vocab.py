@@ -13,13 +13,13 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_draft_spec, read_spec
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
 

@@ -34,12 +34,12 @@ import edgeinfer
 from edgeinfer import cli
 from edgeinfer.backends.head_weights import read_head_beside
 from edgeinfer.backends.native import NativeBackend, load_head, plan_head
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 pytestmark = pytest.mark.usefixtures("native")
 THEIRS = json.loads((Path(__file__).parent / "eagle3_hashes.json").read_text())

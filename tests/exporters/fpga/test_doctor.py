@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
-from edgeinfer.files import file_sha256
+from edgeinfer.common.files import file_sha256
 from edgeinfer.hls.files.headers import HEADERS
 from edgeinfer.hls.files.manifest import read_manifest
 from edgeinfer.hls.files.writer import write_folder

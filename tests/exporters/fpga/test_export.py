@@ -13,7 +13,10 @@ from tiny_models import write_tiny_model
 
 from edgeinfer import cli
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common.errors import InvalidArgument, UnsupportedModel
+from edgeinfer.common.files import file_sha256
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.fpga import FpgaTarget, writing
 from edgeinfer.exporters.fpga.content import content_of
 from edgeinfer.exporters.fpga.options import BoardOptions
@@ -21,7 +24,6 @@ from edgeinfer.exporters.fpga.tables import sines_and_cosines, ternary_rows
 from edgeinfer.exporters.request import Request
 from edgeinfer.exporters.ternary.reading import open_ternary
 from edgeinfer.exporters.ternary.source import StoredTensor
-from edgeinfer.files import file_sha256
 from edgeinfer.hls.files.folder import BoardFolder
 from edgeinfer.hls.files.integrity import check_folder
 from edgeinfer.hls.files.manifest import ALIGNMENT
@@ -29,8 +31,6 @@ from edgeinfer.hls.geometry import Geometry
 from edgeinfer.models import read_spec
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 
 def run(*arguments: str | Path) -> Result:

@@ -10,7 +10,7 @@ from llama_quantize import chosen_types
 from parts import is_there, missing
 from stretched import CASES, stretched_model
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.gguf.file_types import FILE_TYPES, file_type, file_type_number, source_types, tensor_types
 from edgeinfer.exporters.source import open_source
 from edgeinfer.models.gguf import GGMLType

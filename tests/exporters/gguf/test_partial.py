@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgeinfer.errors import InvalidArgument
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.gguf.partial import journal_path, partial_file, partial_path
 from edgeinfer.exporters.gguf.writer import Tensor, layout, write_gguf
 from edgeinfer.models.gguf import GGMLType

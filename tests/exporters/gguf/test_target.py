@@ -19,8 +19,9 @@ from tiny_checkpoints import write as write_checkpoint
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
 
-from edgeinfer import cli, files
-from edgeinfer.errors import EdgeInferError
+from edgeinfer import cli
+from edgeinfer.common import files
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.exporters import auto
 from edgeinfer.exporters import manifest as manifest_module
 from edgeinfer.exporters.calibration.imatrix import Imatrix, Squares, write_imatrix

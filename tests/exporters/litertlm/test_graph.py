@@ -11,7 +11,9 @@ from parts import is_there, missing
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.backends.reference import ReferenceBackend
-from edgeinfer.errors import UnsupportedModel
+from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.exporters.litertlm.graph import (
     ARCHITECTURES,
     build_model,
@@ -21,8 +23,6 @@ from edgeinfer.exporters.litertlm.graph import (
 )
 from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
-from edgeinfer.types import Device
 
 if not is_there("litert"):
     missing("litert", "ai-edge-litert and LiteRT-LM are not installed")

@@ -12,7 +12,7 @@ import pytest
 from parts import is_there, missing
 from tiny_models import Architecture, write_tiny_model
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checks.runtime import GreedyRun
 from edgeinfer.exporters.from_gguf import FromGguf
 from edgeinfer.exporters.litertlm import LitertlmTarget

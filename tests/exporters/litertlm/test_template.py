@@ -12,7 +12,7 @@ from plain_jinja import plainly_rendered
 from template_sources import FEATURES
 from tiny_models import write_tiny_model
 
-from edgeinfer.errors import TemplateError
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.exporters.litertlm import LitertlmTarget
 from edgeinfer.exporters.litertlm.library import open_runtime
 from edgeinfer.exporters.litertlm.template import rewritten_template

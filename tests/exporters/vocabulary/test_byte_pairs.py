@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from checkpoints import LLAMA3, TEXTS, byte_level, sentence_piece
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.gguf.writer import write_gguf
 from edgeinfer.exporters.vocabulary import read_vocabulary as read_vocabulary_of

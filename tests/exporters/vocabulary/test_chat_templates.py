@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edgeinfer.errors import ModelFileError
+from edgeinfer.common.errors import ModelFileError
 from edgeinfer.exporters.checkpoint import Folder
 from edgeinfer.exporters.vocabulary.chat_templates import chat_templates, template_notes
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from checkpoints import sentence_piece
 
-from edgeinfer.errors import ModelFileError, UnsupportedModel
+from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.exporters.vocabulary.comparison import tokenizer_of

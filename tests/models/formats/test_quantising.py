@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from quantiser_cases import FORMATS, Floats, cases, gaussian, hash_of, importances, matrices, quantized
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.models.formats import _quantize, quantize, quantize_plain
 from edgeinfer.models.gguf import GGMLType
 

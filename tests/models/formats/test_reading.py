@@ -6,7 +6,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from tiny_models import TENSOR_TYPES, quantize
 
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType
 

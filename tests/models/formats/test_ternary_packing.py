@@ -14,7 +14,7 @@ from packed_ternary import (
     unpack_two_bit,
 )
 
-from edgeinfer.errors import ShapeError
+from edgeinfer.common.errors import ShapeError
 from edgeinfer.models.formats.ternary_packing import packed_shape
 
 FORMATS = {"two_bit": (pack_two_bit, unpack_two_bit, 16), "base_three": (pack_base_three, unpack_base_three, 20)}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from edgeinfer.errors import ShapeError, UnsupportedModel
+from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.models.formats import dequantize, quantize
 from edgeinfer.models.gguf import GGMLType
 

@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "decoder.h"
-#include "expert_records.h"
-#include "packing.h"
+#include "experts/records.h"
+#include "packing/packing.h"
 #include "random_weights.h"
-#include "router.h"
+#include "experts/router.h"
 
 namespace {
 

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "kernels.h"
-#include "packing.h"
+#include "kernels/kernels.h"
+#include "packing/packing.h"
 
 // Numbers that are the same everywhere (Knuth's linear congruential generator).
 class Numbers {

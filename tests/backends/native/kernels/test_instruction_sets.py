@@ -17,7 +17,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.native import _core, available_isas, machine
 from edgeinfer.cli import main
-from edgeinfer.errors import BackendUnavailable
+from edgeinfer.common.errors import BackendUnavailable
 
 ROOT = Path(__file__).parents[4]
 X86 = ["avx512zen4", "avx512vbmi", "avx512vnni", "avx512", "avxvnni", "avx2", "scalar"]
@@ -69,10 +69,12 @@ def test_a_set_that_does_not_exist_is_refused(named: str, wrong: str, tmp_path: 
 def test_a_build_runs_what_both_it_and_the_cpu_have(tmp_path: Path) -> None:
     """As on another CPU than the one it was compiled on: with none of its sets but scalar, or without the best."""
     compiler = shutil.which("g++")
-    kernels = {path.parent.name: path for path in built_objects() if path.name == "kernels.cpp.o"}
+    kernels = {path.parents[1].name: path for path in built_objects() if path.name == "kernels.cpp.o"}
     if compiler is None or not kernels:
         missing("compiler", "g++ and the objects of a build in build/ are needed: make setup")
-    source = '#include "kernels.h"\n#include <cstdio>\nint main() { for (int i = 0; i < n_instruction_sets; i++) '
+    source = (
+        '#include "kernels/kernels.h"\n#include <cstdio>\nint main() { for (int i = 0; i < n_instruction_sets; i++) '
+    )
     (tmp_path / "list.cpp").write_text(source + "if (instruction_sets[i].can_run()) puts(instruction_sets[i].name); }")
     native = ROOT / "backends" / "native"
     names = {name for name, _, _ in _core.known_isas()}
@@ -82,7 +84,7 @@ def test_a_build_runs_what_both_it_and_the_cpu_have(tmp_path: Path) -> None:
         {name for name, is_built, _ in _core.known_isas() if is_built},
     ):
         flags = [f"-DEI_BUILT_{name}={int(name in built)}" for name in names]
-        command = [compiler, "-std=c++20", "-I", native, *flags, tmp_path / "list.cpp", native / "isa.cpp"]
+        command = [compiler, "-std=c++20", "-I", native, *flags, tmp_path / "list.cpp", native / "kernels" / "isa.cpp"]
         command += [kernels[f"ei_kernels_{name}.dir"] for name in built]
         subprocess.run([*command, "-o", tmp_path / "list"], check=True, capture_output=True)
         listed = subprocess.run([tmp_path / "list"], check=True, capture_output=True, text=True).stdout.split()

@@ -6,10 +6,11 @@ from drafting import FixedCosts, cost_model, let_draft
 
 from edgeinfer.backends.base import DraftingSession
 from edgeinfer.backends.native import NativeBackend
-from edgeinfer.errors import NumericalError
+from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.settings import LoadSettings
 from edgeinfer.speculation import open as opening
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
@@ -21,7 +22,6 @@ from edgeinfer.speculation.drafters.overlapped_draft import OverlappedChain, lev
 from edgeinfer.speculation.open_on_device import device_drafting_of
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.speculation.tree import DraftTree
-from edgeinfer.types import Device
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 GREEDY = {"max_tokens": 60, "temperature": 0.0}

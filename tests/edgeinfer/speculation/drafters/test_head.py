@@ -1,9 +1,7 @@
 """Drafting with a head: the same text whatever fails, and nothing computed twice or from the wrong features."""
 
-import json
 import random
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,14 +13,13 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.base import DraftingHead
 from edgeinfer.backends.native import load_head, plan_head
-from edgeinfer.errors import Interrupted, NumericalError
+from edgeinfer.common.errors import Interrupted, NumericalError
+from edgeinfer.common.settings import LoadSettings
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
-from edgeinfer.models.draft_head import fingerprint, read_head
+from edgeinfer.models.draft_head import read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.sampling import SamplingParams, sample
-from edgeinfer.settings import LoadSettings
-from edgeinfer.speculation import plan as planning
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.drafters.base import Context, FeatureDrafter
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
@@ -587,39 +584,3 @@ def test_a_head_that_cannot_be_used_is_left_out_with_the_reason(opened, plain, m
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=[str(path)], budget=budget)
     assert tokens_of(engine) == tokens_of(plain)
-
-
-def test_the_head_that_the_package_brings_is_used_by_default(opened, plain, model, head, tmp_path, monkeypatch):
-    assert planning.heads_folder() == Path(edgeinfer.__file__).parent / "heads"
-    monkeypatch.setattr(planning, "heads_folder", lambda: tmp_path)
-    assert [one.name for one in opened(model).speculator.drafters] == ["suffix", "answers", "recycling"]
-    with ModelFile.open(model) as file:
-        shutil.copy(head, tmp_path / f"{fingerprint(file)}.gguf")
-    engine = always(opened(model))
-    assert [one.name for one in engine.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
-    assert [one.name for one in opened(model, draft="suffix").speculator.drafters] == ["suffix"]
-    assert tokens_of(engine) == tokens_of(plain)
-    other = write_tiny_model(tmp_path / "other.gguf", n_ctx_train=256, seed=5)
-    assert [one.name for one in opened(other).speculator.drafters] == ["suffix", "answers", "recycling"]
-
-
-def test_the_default_model_drafts_with_the_head_that_the_package_brings(default_model):
-    with ModelFile.open(default_model) as file:
-        path = planning.heads_folder() / f"{fingerprint(file)}.gguf"
-    assert path.stat().st_size <= 8_000_000
-    with ModelFile.open(path) as file:
-        matches = file.metadata["draft-head.matches"]
-    assert matches == pytest.approx(json.loads(path.with_suffix(".json").read_text())["match_by_depth"])
-    question = [{"role": "user", "content": "Write three sentences about the sea."}]
-    with (
-        edgeinfer.load(default_model, n_ctx=512, draft="none") as plain,
-        edgeinfer.load(default_model, n_ctx=512) as drafting,
-        edgeinfer.load(default_model, n_ctx=512, draft=[str(path)]) as with_it_alone,
-    ):
-        assert [one.name for one in drafting.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
-        prompt = plain.template.encode(plain.tokenizer, question, add_generation_prompt=True)
-        greedy = {"max_tokens": 64, "params": SamplingParams(**GREEDY)}  # the model's own has a penalty
-        of_all = [always(one).generate(prompt, **greedy) for one in (drafting, with_it_alone)]
-        alone = plain.generate(prompt, **greedy)
-        assert len(alone.tokens) == 64 and all(one.tokens == alone.tokens for one in of_all)
-        assert of_all[1].timings.speculation.steps < 64 / 1.25

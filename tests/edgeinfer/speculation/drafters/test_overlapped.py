@@ -8,7 +8,7 @@ from drafting import FixedCosts
 from tiny_heads import write_tiny_head
 
 import edgeinfer
-from edgeinfer.errors import Interrupted
+from edgeinfer.common.errors import Interrupted
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import MAX_TOKENS
 from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, FeatureDrafter

@@ -1,0 +1,223 @@
+// Sizes, recipes and the states of texts in Python.
+#include <nanobind/stl/variant.h>
+
+#include "activations.h"
+#include "bind/bindings.h"
+#include "kv/text_state.h"
+#include "recipe.h"
+
+namespace {
+
+int add_rope(DecoderConfig& config, bool halves, std::vector<double> frequencies, double magnitude,
+             std::vector<double> long_frequencies, int n_ctx) {
+    if (!long_frequencies.empty() && long_frequencies.size() != frequencies.size()) {
+        throw nb::value_error("long_frequencies must be as many as the others");
+    }
+    config.ropes.push_back({halves, std::move(frequencies), magnitude, std::move(long_frequencies), n_ctx});
+    return static_cast<int>(config.ropes.size()) - 1;
+}
+
+int add_query_scales(DecoderConfig& config, std::vector<float> values, int n_positions) {
+    if (n_positions < 1 || values.size() * static_cast<size_t>(n_positions) < static_cast<size_t>(config.n_ctx)) {
+        throw nb::value_error("query scales must be given for all positions");
+    }
+    config.query_scales.push_back({std::move(values), n_positions});
+    return static_cast<int>(config.query_scales.size()) - 1;
+}
+
+void init_dense(DenseConfig* dense, int n_ff, Activation activation) {
+    if (n_ff < 1) throw nb::value_error("n_ff must be positive");
+    new (dense) DenseConfig{n_ff, activation};
+}
+
+void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
+                  bool is_normalised, float weight_scale, int n_groups, int n_used_groups, Activation activation,
+                  int n_ff_shared) {
+    if (n_ff < 1 || n_ff_shared < 0 || n_used < 1 || n_used > n_experts || n_used > kMostUsed) {
+        throw nb::value_error("sizes must be positive, and n_used at most n_experts and 64");
+    }
+    if (n_groups < 1 || n_groups > kMostExpertGroups || n_experts % n_groups || n_used_groups < 1 ||
+        n_used_groups > n_groups || n_used > n_used_groups * (n_experts / n_groups)) {
+        throw nb::value_error("the experts must be cut into groups of one size, and those in use hold n_used");
+    }
+    new (experts) ExpertsConfig{n_ff,         n_experts, n_used,        router_function, is_normalised,
+                                weight_scale, n_groups,  n_used_groups, activation,      n_ff_shared};
+}
+
+void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
+                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias) {
+    if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
+        throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
+    }
+    if (rope < -1 || query_scales < 0 || window < 0) throw nb::value_error("no such rope, query scales or window");
+    if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
+    new (attention)
+        AttentionConfig{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm, key_bias};
+}
+
+void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
+    if (attention.rope < 0) return;
+    const size_t rope = static_cast<size_t>(attention.rope);
+    if (rope >= config.ropes.size()) throw nb::value_error("no such rope, query scales or window");
+    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(attention.head_dim)) {
+        throw nb::value_error("the rope has more pairs than a head");
+    }
+}
+
+void add_layer(DecoderConfig& config, const std::variant<AttentionConfig>& mixer,
+               const std::variant<DenseConfig, ExpertsConfig>& ffn) {
+    const LayerConfig layer{mixer, ffn};
+    if (layer.attention()) check_rope(config, *layer.attention());
+    config.layers.push_back(layer);
+}
+
+void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, int n_ctx, int n_batch,
+                 float norm_epsilon) {
+    if (n_vocab < 1 || n_logits < 1 || n_embd < 1 || n_ctx < 1 || n_batch < 1) {
+        throw nb::value_error("sizes must be positive");
+    }
+    new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
+}
+
+void init_text(TextState* text, const DecoderConfig& config, KvType type, int n_ctx) {
+    if (n_ctx < 1 || n_ctx > config.n_ctx) throw nb::value_error("a text has as many positions as the model at most");
+    for (const LayerConfig& layer : config.layers) {
+        if (!layer.attention()) continue;
+        const AttentionConfig& a = *layer.attention();
+        if (type != KvType::F16 && a.head_dim % 32) {
+            throw nb::value_error("a Q8_0 or K6V4 cache needs heads of a multiple of 32 numbers");
+        }
+        if (type == KvType::K6V4 && a.key_bias && a.rope >= 0 &&
+            !config.ropes[static_cast<size_t>(a.rope)].long_frequencies.empty()) {
+            throw nb::value_error("a K6V4 cache needs one set of rope frequencies where keys have a bias");
+        }
+    }
+    new (text) TextState(config.text_sizes(type, n_ctx));
+}
+
+void commit(TextState& text, const std::vector<int32_t>& path) {
+    const int n = static_cast<int>(path.size());
+    int before = -1;
+    for (const int row : path) {
+        if (row <= before || row >= text.n_pending()) throw nb::value_error("commit: no such row, or none that ascend");
+        before = row;
+    }
+    ReleasedGil release;
+    text.commit(path.data(), n);
+}
+
+int truncate_to(TextState& text, int n_past) {
+    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("truncate: no such position");
+    return text.truncate(n_past);
+}
+
+int reach(const TextState& text, int n_past) {
+    if (n_past < 0 || n_past > text.n_past()) throw nb::value_error("reach: no such position");
+    return text.reach(n_past);
+}
+
+int resume(TextState& text, int number, int n_past) {
+    if (n_past < 0) throw nb::value_error("resume: no such position");
+    return text.resume(number, n_past);
+}
+
+void bind_enums(nb::module_& m) {
+    nb::enum_<Activation>(m, "Activation")
+        .value("silu", Activation::Silu)
+        .value("gelu_tanh", Activation::GeluTanh)
+        .value("relu2", Activation::Relu2)
+        .value("clamped_swiglu", Activation::ClampedSwiglu);
+    nb::enum_<RouterFunction>(m, "RouterFunction")
+        .value("softmax", RouterFunction::Softmax)
+        .value("sigmoid", RouterFunction::Sigmoid)
+        .value("softmax_of_top_k", RouterFunction::SoftmaxOfTopK)
+        .value("sqrt_softplus", RouterFunction::SqrtSoftplus);
+    nb::enum_<QKNorm>(m, "QKNorm")
+        .value("none", QKNorm::None)
+        .value("per_head", QKNorm::PerHead)
+        .value("whole", QKNorm::Whole);
+    nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0).value("k6v4", KvType::K6V4);
+    nb::enum_<FrontKind>(m, "FrontKind")
+        .value("none", FrontKind::None)
+        .value("gated_fusion", FrontKind::GatedFusion)
+        .value("concatenated_input", FrontKind::ConcatenatedInput);
+}
+
+void bind_blocks(nb::module_& m) {
+    nb::class_<AttentionConfig>(m, "AttentionConfig", "Attention; see edgeinfer.models.Attention.")
+        .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a);
+    m.attr("MOST_EXPERTS_USED") = kMostUsed;
+    m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
+    nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
+        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a);
+    nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
+        .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
+             "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a);
+}
+
+}  // namespace
+
+void bind_config(nb::module_& m) {
+    bind_enums(m);
+    bind_blocks(m);
+    nb::class_<FrontConfig>(m, "FrontConfig", "What a draft head begins with; see head.h.")
+        .def(
+            "__init__",
+            [](FrontConfig* front, FrontKind kind, bool normed_residual) {
+                new (front) FrontConfig{kind, normed_residual};
+            },
+            "kind"_a = FrontKind::None, "normed_residual"_a = false);
+    nb::class_<DecoderConfig>(m, "DecoderConfig", "Sizes and layers; see recipe.h and edgeinfer.models.ModelSpec.")
+        .def("__init__", &init_config, nb::kw_only(), "n_vocab"_a, "n_logits"_a, "n_embd"_a, "n_ctx"_a, "n_batch"_a,
+             "norm_epsilon"_a)
+        .def("add_rope", &add_rope, "halves"_a, "frequencies"_a, "magnitude"_a,
+             "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
+        .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
+        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a)
+        .def(
+            "add_inputs",
+            [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },
+            "format"_a, "n_in"_a, "Make room for the inputs of matrices of a packed format.")
+        .def(
+            "add_inputs_of_output", [](DecoderConfig& config) { config.inputs.add_any(config.n_embd); },
+            "Make room for the inputs of an output matrix that may have any format.")
+        .def_rw("embedding_scale", &DecoderConfig::embedding_scale)
+        .def_rw("residual_scale", &DecoderConfig::residual_scale)
+        .def_rw("logit_scale", &DecoderConfig::logit_scale)
+        .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
+        .def(
+            "kv_bytes",
+            [](const DecoderConfig& config, KvType type, int n_ctx) {
+                return TextState::n_bytes(config.text_sizes(type, n_ctx));
+            },
+            "type"_a, "n_ctx"_a)
+        .def(
+            "activation_bytes",
+            [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
+                return Memory::size_of(Activations::n_bytes(config, front.kind, n_threads));
+            },
+            "front"_a, "n_threads"_a);
+}
+
+void bind_text_state(nb::module_& m) {
+    nb::class_<TextState>(m, "TextState", "What a text leaves behind in all layers, and texts that are kept for later.")
+        .def("__init__", &init_text, "config"_a, "type"_a, "n_ctx"_a)
+        .def("has_room", &TextState::has_room, "n_tokens"_a,
+             "Whether so many tokens can be there, those behind n_past not committed.")
+        .def("commit", &commit, "path"_a)
+        .def("truncate", &truncate_to, "n_past"_a,
+             "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
+        .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
+        .def("park", &TextState::park,
+             "Remember the committed text, as long as its memory is not needed; gives its number.")
+        .def("reach_parked", &TextState::reach_parked, "number"_a, "n_past"_a,
+             "The length that resume would reach; 0 for a text that is forgotten.")
+        .def("resume", &resume, "number"_a, "n_past"_a,
+             "Commit the first n_past tokens of a parked text, or fewer, and only them; gives how many.")
+        .def("forget", &TextState::forget, "number"_a)
+        .def("parked", &TextState::parked, "Numbers of the parked texts.")
+        .def_prop_ro("n_past", &TextState::n_past)
+        .def_prop_ro("used_bytes", &TextState::used_bytes)
+        .def_prop_ro("window_bytes", &TextState::window_bytes);
+}

@@ -1,0 +1,353 @@
+#include "experts/experts_block.h"
+
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+#include "experts/router.h"
+
+namespace {
+
+// y = scale * y + bias, for n numbers; null for none.
+void scale_and_add(float* y, int n, const float* scale, const float* bias) {
+    for (int i = 0; scale && i < n; i++) y[i] *= *scale;
+    for (int i = 0; bias && i < n; i++) y[i] += bias[i];
+}
+
+// Returns when the inputs of the down product are there, which threads with earlier tasks make; false if the pass is
+// stopped before.
+bool wait_for_activation(const Pass& pass, int thread, const ExpertWork& work) {
+    constexpr int kSpins = 4000;
+    for (int i = 0; !work.is_activated.load(std::memory_order_acquire); i++) {
+        if (pass.gives_up(thread)) return false;
+        if (i < kSpins) {
+            relax();
+        } else {
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
+        }
+    }
+    return true;
+}
+
+}  // namespace
+
+ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name,
+                           Weights& weights, ExpertStore& store, ExpertPredictor& predictor)
+    : config_(*config.layers[static_cast<size_t>(index)].experts()),
+      index_(index),
+      number_(number),
+      store_(store),
+      predictor_(predictor),
+      experts_(index < store.layout().n_layers() ? store.layout().layer(index) : ExpertLayer()),
+      router_(weights.matrix(name + ".router", config_.n_experts, config.n_embd)),
+      norm_(weights.vector(name + ".norm", config.n_embd)),
+      post_norm_(weights.vector(name + ".post_norm", config.n_embd)),
+      router_bias_(weights.vector(name + ".router_bias", config_.n_experts)),
+      selection_bias_(weights.vector(name + ".selection_bias", config_.n_experts)),
+      shared_router_(weights.vector(name + ".shared_router", config.n_embd)),
+      of_gate_(per_expert(weights, name + ".gate", config_.n_ff)),
+      of_up_(per_expert(weights, name + ".up", config_.n_ff)),
+      of_down_(per_expert(weights, name + ".down", config.n_embd)) {
+    check_layout(name);
+    for (Matrix& part : experts_.parts) part.policy = &weights.policy();
+    if (const int n_ff = config_.n_ff_shared) {
+        shared_gate_ = weights.matrix(name + ".shared_gate", n_ff, config.n_embd);
+        shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
+        shared_down_ = weights.matrix(name + ".shared_down", config.n_embd, n_ff);
+    }
+    predictor_.add(index, {config_, router_, norm_, router_bias_, selection_bias_});
+}
+
+ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const std::string& name, int n) const {
+    return {weights.vector(name + "_bias", config_.n_experts * n), weights.vector(name + "_scale", config_.n_experts)};
+}
+
+// Throws std::invalid_argument if the store holds other experts than those of this layer.
+void ExpertsBlock::check_layout(const std::string& name) const {
+    const auto is = [](const Matrix& m, int n_out, int n_in) { return m.n_out == n_out && m.n_in == n_in; };
+    if (experts_.n_experts != config_.n_experts || !is(experts_.parts[0], config_.n_ff, router_.n_in) ||
+        !is(experts_.parts[1], config_.n_ff, router_.n_in) || !is(experts_.parts[2], router_.n_in, config_.n_ff)) {
+        throw std::invalid_argument("the experts of " + name + " have other sizes than those of their store");
+    }
+}
+
+size_t ExpertsBlock::weight_bytes() const {
+    size_t of_expert = 0;
+    for (const Matrix& part : experts_.parts) of_expert += part.n_bytes();
+    size_t shared = 0;
+    if (config_.n_ff_shared) shared = shared_gate_.n_bytes() + shared_up_.n_bytes() + shared_down_.n_bytes();
+    return router_.n_bytes() + of_expert * static_cast<size_t>(config_.n_used) + shared;
+}
+
+const int32_t* ExpertsBlock::chosen(const Activations& b, int row) const {
+    return b.experts.chosen_of(number_) + static_cast<size_t>(row) * static_cast<size_t>(config_.n_used);
+}
+
+void ExpertsBlock::run(const Pass& pass, int thread) const {
+    const Matrix& shared = config_.n_ff_shared ? shared_gate_ : router_;
+    const Matrix& shared_up = config_.n_ff_shared ? shared_up_ : router_;
+    const Inputs inputs = pass.normed_inputs(thread, norm_, nullptr, pass.n,
+                                             {&router_, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
+    score(pass, thread, inputs);
+    if (!pass.alone()) choose(pass, thread);
+    if (pass.squares) record_inputs(pass, thread, inputs);
+    pass.tier ? compute_with_tier(pass, thread, inputs) : compute(pass, thread, inputs);
+    if (pass.squares) record_inputs_of_down(pass, thread);
+    combine(pass, thread, inputs);
+}
+
+void ExpertsBlock::record_inputs(const Pass& pass, int thread, const Inputs& inputs) const {
+    const InputSquares::ExpertRowsOf rows{pass.b.experts.chosen_of(number_), nullptr, pass.n, config_.n_used, pass.n};
+    pass.for_tasks(thread, InputSquares::parts_of(inputs.n_in),
+                   [&](int part) { pass.squares->add_experts(index_, false, rows, inputs.x, inputs.ldx, part); });
+}
+
+// A device that computes experts keeps what down reads there: the rows that it took, the last ones, are left out.
+void ExpertsBlock::record_inputs_of_down(const Pass& pass, int thread) const {
+    const ExpertRows& b = pass.b.experts;
+    pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff), [&](int part) {
+        const bool is_taken = pass.tier && !pass.tier->taken.empty();
+        const int n_places = is_taken ? pass.tier->taken.front().first_row : pass.n * config_.n_used;
+        const InputSquares::ExpertRowsOf rows{b.chosen_of(number_), b.place, pass.n, config_.n_used, n_places};
+        pass.squares->add_experts(index_, true, rows, b.gate, b.ld_ff, part);
+    });
+    if (!config_.n_ff_shared) return;
+    pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff_shared),
+                   [&](int part) { pass.squares->add({&shared_down_}, b.shared_gate, b.ld_shared, pass.n, part); });
+}
+
+// ---- routing -------------------------------------------------------------------------------------------------------
+
+// The router's products. With one row, the thread that comes last chooses its experts too.
+void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& inputs) const {
+    const ExpertRows& b = pass.b.experts;
+    const Tasks tasks(router_, pass.n, pass.pool.size(), pass.kernels.at_once(pass.n));
+    pass.for_tasks(thread, tasks.count(), [&](int task) {
+        const int first = tasks.first(task), last = tasks.last(task);
+        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.behind(router_, task), b.router, b.ld_router);
+        add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
+        if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < tasks.count()) return;
+        choose_for(pass, thread, 0);
+        group(pass);
+    });
+}
+
+void ExpertsBlock::choose(const Pass& pass, int thread) const {
+    pass.for_items(thread, pass.n, [&](int row) {
+        choose_for(pass, thread, row);
+        if (pass.b.experts.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 == pass.n) group(pass);
+    });
+}
+
+void ExpertsBlock::choose_for(const Pass& pass, int thread, int row) const {
+    const ExpertRows& b = pass.b.experts;
+    const size_t r = static_cast<size_t>(row), n_used = static_cast<size_t>(config_.n_used);
+    float* scores = b.scores[static_cast<size_t>(thread)];
+    float* weights = scores + b.ld_router;
+    route(config_, pass.kernels, b.router + r * b.ld_router, selection_bias_, scores, b.chosen_of(number_) + r * n_used,
+          weights);
+    std::copy(weights, weights + n_used, b.weights + r * n_used);
+}
+
+// Puts the rows of the pass that want the same expert together, and cuts the work. One thread, when all rows have chosen.
+void ExpertsBlock::group(const Pass& pass) const {
+    const ExpertRows& b = pass.b.experts;
+    b.n_routed->store(0, std::memory_order_relaxed);
+    const int32_t* chosen = b.chosen_of(number_);
+    const int n_chosen = pass.n * config_.n_used;
+    std::fill(b.counts, b.counts + config_.n_experts, 0);
+    for (int i = 0; i < n_chosen; i++) b.counts[chosen[i]]++;
+    int n_wanted = 0;
+    for (int e = 0; e < config_.n_experts; e++) {
+        if (b.counts[e]) b.wanted[n_wanted++] = e;
+    }
+    const std::span<int32_t> wanted(b.wanted, static_cast<size_t>(n_wanted));
+    predictor_.check(index_, wanted);
+    const int n_own = pass.tier ? pass.tier->choose(index_, wanted, b.counts) : n_wanted;
+    b.tasks->clear();
+    const int n_shared = config_.n_ff_shared ? 1 : 0;
+    const int n_ready = store_.begin(index_, wanted.first(static_cast<size_t>(n_own))) + n_shared;
+    if (n_shared) b.tasks->add(ExpertWork::kShared, pass.n, 0, nullptr, shared_gate_, shared_up_, shared_down_);
+    int first = 0;
+    for (int i = 0; i < n_wanted; i++) {
+        const int expert = b.wanted[i], n_rows = b.counts[expert];
+        if (i < n_own) {
+            add_work(pass, expert, n_rows, first);
+        } else {
+            pass.tier->taken.push_back({expert, n_rows, first});
+        }
+        b.counts[expert] = first;
+        first += n_rows;
+    }
+    for (int i = 0; i < n_chosen; i++) {
+        const int place = b.counts[chosen[i]]++;
+        b.place[i] = place;
+        b.column[place] = i / config_.n_used;
+    }
+    b.tasks->plan(n_ready, pass.pool.size(), pass.kernels);
+    if (pass.tier && pass.tier->has_raised()) pass.stop();
+}
+
+void ExpertsBlock::add_work(const Pass& pass, int expert, int n_rows, int first_row) const {
+    const ExpertRows& b = pass.b.experts;
+    b.tasks->add(expert, n_rows, first_row, pass.alone() ? nullptr : b.column + first_row, experts_.parts[0],
+                 experts_.parts[1], experts_.parts[2]);
+}
+
+// ---- experts -------------------------------------------------------------------------------------------------------
+
+// What the next layer will want is predicted while nothing else can be done, or at once if nothing is waited for. With many
+// rows the disk would have nothing to do for long: at once too.
+void ExpertsBlock::compute(const Pass& pass, int thread, const Inputs& inputs) const {
+    const ExpertTasks& tasks = *pass.b.experts.tasks;
+    const int n_predictions = predictor_.has_work(pass, index_) ? 1 : 0;
+    pass.for_tasks(thread, tasks.count() + n_predictions, [&](int i) {
+        const int before = pass.n <= kPredictedRows ? tasks.first_waiting() : 0;
+        if (n_predictions && i == before) return predictor_.predict(pass, index_);
+        run_task(pass, thread, i > before ? i - n_predictions : i, inputs);
+    });
+}
+
+void ExpertsBlock::run_task(const Pass& pass, int thread, int task, const Inputs& inputs) const {
+    const ExpertTask of = pass.b.experts.tasks->at(task);
+    of.is_down ? down(pass, thread, of) : gate_and_up(pass, thread, of, inputs);
+}
+
+// The CPU's experts while the device computes what it took; then those with which the device failed. These are three
+// phases whatever happens: a late thread must find as many as the others.
+void ExpertsBlock::compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const {
+    const ExpertRows& b = pass.b.experts;
+    const ExpertTasks& tasks = *b.tasks;
+    pass.for_tasks(thread, 1 + tasks.count(), [&](int i) {
+        if (i > 0) return run_task(pass, thread, i - 1, inputs);
+        if (pass.tier->taken.empty()) return;
+        pass.tier->start(index_, b.column, inputs.x, inputs.ldx);
+        if (pass.tier->has_raised()) pass.stop();
+    });
+    pass.for_tasks(thread, 1, [&](int) { finish_tier(pass); });
+    pass.for_tasks(thread, std::max(1, tasks.count()), [&](int i) {
+        if (i < tasks.count()) run_task(pass, thread, i, inputs);
+    });
+}
+
+// Outputs of the device; or the work on what it took, anew, if it failed.
+void ExpertsBlock::finish_tier(const Pass& pass) const {
+    const ExpertRows& b = pass.b.experts;
+    b.tasks->clear();
+    std::vector<ExpertTier::Taken>& taken = pass.tier->taken;
+    if (taken.empty() || pass.tier->finish(b.out, pass.b.ld_embd)) return;
+    if (pass.tier->has_raised()) return pass.stop();
+    for (size_t i = 0; i < taken.size(); i++) b.wanted[i] = taken[i].expert;
+    const std::span<int32_t> wanted(b.wanted, taken.size());
+    const int n_ready = store_.begin(index_, wanted);
+    for (const int32_t expert : wanted) {
+        const auto found = std::find_if(taken.begin(), taken.end(), [&](const auto& t) { return t.expert == expert; });
+        add_work(pass, expert, found->n_rows, found->first_row);
+    }
+    b.tasks->plan(n_ready, pass.pool.size(), pass.kernels);
+}
+
+// Waits for the expert; gives false, and stops the pass, if it does not come.
+bool ExpertsBlock::find_record(const Pass& pass, int thread, ExpertWork& work) const {
+    if (work.expert == ExpertWork::kShared) return true;
+    const uint8_t* record = store_.wait(index_, work.expert, [&] { return pass.gives_up_waiting(thread); });
+    if (!record) {
+        pass.stop();
+        return false;
+    }
+    work.record.store(record, std::memory_order_relaxed);
+    return true;
+}
+
+// gate = activation(gate) * up for some row groups.
+void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& task, const Inputs& inputs) const {
+    ExpertWork& work = pass.b.experts.tasks->work(task.work);
+    if (!find_record(pass, thread, work)) return;
+    const ExpertRows& b = pass.b.experts;
+    const bool is_shared = work.expert == ExpertWork::kShared;
+    const uint8_t* record = work.record.load(std::memory_order_relaxed);
+    const Matrix gate = (is_shared ? *work.gate : experts_.part(ExpertPart::Gate, record)).from(task.first);
+    const Matrix up = (is_shared ? *work.up : experts_.part(ExpertPart::Up, record)).from(task.first);
+    const int n_groups = task.last - task.first, n_numbers = std::min(gate.n_out, n_groups * kRows);
+    const size_t ld = is_shared ? b.ld_shared : b.ld_ff, ld_up = static_cast<size_t>(kMostTaskGroups) * kRows;
+    const size_t at = static_cast<size_t>(task.first) * kRows, expert = static_cast<size_t>(work.expert);
+    float* ups = b.up[static_cast<size_t>(thread)];
+    const auto activate_numbers = activation_of(pass.kernels, config_.activation);
+    const auto add = [&](const PerExpert& of, float* y) {
+        const size_t first = expert * static_cast<size_t>(config_.n_ff) + at;
+        scale_and_add(y, n_numbers, of.scale ? of.scale + expert : nullptr, of.bias ? of.bias + first : nullptr);
+    };
+    for (int c = 0; c < work.n_rows; c += kTokensTogether) {
+        const int n = std::min(kTokensTogether, work.n_rows - c);
+        const Inputs some = work.columns ? inputs.of(work.columns + c) : inputs.from(c);
+        float* gates = (is_shared ? b.shared_gate : b.gate) + static_cast<size_t>(work.first_row + c) * ld + at;
+        pass.kernels.matmul(gate, some, n, 0, n_groups, up.data, gates, ld);
+        pass.kernels.matmul(up, some, n, 0, n_groups, nullptr, ups, ld_up);
+        for (int i = 0; i < n; i++) {
+            float *g = gates + static_cast<size_t>(i) * ld, *u = ups + static_cast<size_t>(i) * ld_up;
+            if (!is_shared) add(of_gate_, g), add(of_up_, u);
+            activate_numbers(g, u, n_groups * kRows);
+        }
+    }
+    if (work.up_left.fetch_sub(1, std::memory_order_acq_rel) == 1) activate(pass, work);
+}
+
+// What the down product reads, when all of gate and up is there.
+void ExpertsBlock::activate(const Pass& pass, ExpertWork& work) const {
+    const ExpertRows& b = pass.b.experts;
+    const bool is_shared = work.expert == ExpertWork::kShared;
+    Inputs inputs = is_shared ? b.shared_inputs : b.inputs;
+    inputs.n_in = work.down->n_in;
+    inputs.x = is_shared ? b.shared_gate : b.gate;
+    inputs.ldx = is_shared ? b.ld_shared : b.ld_ff;
+    for (int i = 0; i < work.n_rows; i++) prepare_inputs(pass.kernels, inputs, work.first_row + i, {work.down});
+    work.is_activated.store(true, std::memory_order_release);
+}
+
+void ExpertsBlock::down(const Pass& pass, int thread, const ExpertTask& task) const {
+    ExpertWork& work = pass.b.experts.tasks->work(task.work);
+    if (!wait_for_activation(pass, thread, work)) return;
+    const ExpertRows& b = pass.b.experts;
+    const bool is_shared = work.expert == ExpertWork::kShared;
+    const uint8_t* record = work.record.load(std::memory_order_relaxed);
+    const Matrix m = (is_shared ? *work.down : experts_.part(ExpertPart::Down, record)).from(task.first);
+    Inputs inputs = is_shared ? b.shared_inputs : b.inputs;
+    inputs.n_in = m.n_in;
+    inputs.x = is_shared ? b.shared_gate : b.gate;
+    inputs.ldx = is_shared ? b.ld_shared : b.ld_ff;
+    const int n_groups = task.last - task.first, n_numbers = std::min(m.n_out, n_groups * kRows);
+    const size_t at = static_cast<size_t>(task.first) * kRows, expert = static_cast<size_t>(work.expert);
+    const size_t ld = pass.b.ld_embd, n_embd = static_cast<size_t>(pass.config.n_embd);
+    float* y = (is_shared ? b.shared_out : b.out) + static_cast<size_t>(work.first_row) * ld + at;
+    pass.kernels.matmul(m, inputs.from(work.first_row), work.n_rows, 0, n_groups, nullptr, y, ld);
+    for (int i = 0; !is_shared && i < work.n_rows; i++) {
+        scale_and_add(y + static_cast<size_t>(i) * ld, n_numbers, of_down_.scale ? of_down_.scale + expert : nullptr,
+                      of_down_.bias ? of_down_.bias + expert * n_embd + at : nullptr);
+    }
+    if (work.down_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !is_shared) store_.done(index_, work.expert);
+}
+
+// x += the weighted sum of what the experts of a row gave, in the order in which they were chosen, and the shared network.
+void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) const {
+    const ExpertRows& b = pass.b.experts;
+    const size_t ld = pass.b.ld_embd, n_used = static_cast<size_t>(config_.n_used);
+    pass.for_items(thread, pass.n, [&](int row) {
+        const size_t r = static_cast<size_t>(row);
+        const float* outputs[kMostUsed];
+        for (size_t i = 0; i < n_used; i++) outputs[i] = b.out + static_cast<size_t>(b.place[r * n_used + i]) * ld;
+        float shared_weight[kRows] = {};
+        if (shared_router_) {
+            shared_weight[0] = dot_product(inputs.x + r * inputs.ldx, shared_router_, pass.config.n_embd);
+            pass.kernels.sigmoid(shared_weight, 1);
+        } else {
+            shared_weight[0] = 1;
+        }
+        float* y = pass.b.own_h[static_cast<size_t>(thread)];
+        pass.kernels.weighted_sum(outputs, b.weights + r * n_used, config_.n_used, pass.config.n_embd, y);
+        if (config_.n_ff_shared) pass.kernels.add_scaled(y, b.shared_out + r * ld, pass.config.n_embd, *shared_weight);
+        clear_padding(y, pass.config.n_embd);
+        if (post_norm_) pass.kernels.rms_norm(y, post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);
+        pass.kernels.add_scaled(pass.b.x + r * ld, y, pass.config.n_embd, pass.config.residual_scale);
+    });
+}

@@ -1,0 +1,59 @@
+// A mixture of experts with its router and the network that all rows share (models/spec.py has the equations).
+#pragma once
+
+#include <string>
+
+#include "experts/predictor.h"
+#include "experts/store.h"
+#include "pass.h"
+#include "weights.h"
+
+class ExpertsBlock {
+public:
+    // index: of the layer. number: of those with experts. store, predictor: must outlive this, as the weights must.
+    ExpertsBlock(const DecoderConfig& config, int index, int number, const std::string& name, Weights& weights,
+                 ExpertStore& store, ExpertPredictor& predictor);
+
+    void run(const Pass& pass, int thread) const;
+    // Of what one token reads.
+    size_t weight_bytes() const;
+    // The experts that the last pass chose for a row, (n_used,).
+    const int32_t* chosen(const Activations& b, int row) const;
+    int n_used() const { return config_.n_used; }
+
+private:
+    // Of each expert, null where there is none: biases (n_experts, n), scales (n_experts,).
+    struct PerExpert {
+        const float *bias, *scale;
+    };
+
+    PerExpert per_expert(const Weights& weights, const std::string& name, int n) const;
+    void check_layout(const std::string& name) const;
+    void score(const Pass& pass, int thread, const Inputs& inputs) const;
+    void choose(const Pass& pass, int thread) const;
+    void choose_for(const Pass& pass, int thread, int row) const;
+    void group(const Pass& pass) const;
+    void add_work(const Pass& pass, int expert, int n_rows, int first_row) const;
+    void add_shared(const Pass& pass) const;
+    void add_rows_of(const Pass& pass, const int32_t* wanted, int n_wanted) const;
+    void compute(const Pass& pass, int thread, const Inputs& inputs) const;
+    void compute_with_tier(const Pass& pass, int thread, const Inputs& inputs) const;
+    void run_task(const Pass& pass, int thread, int task, const Inputs& inputs) const;
+    void finish_tier(const Pass& pass) const;
+    void gate_and_up(const Pass& pass, int thread, const ExpertTask& task, const Inputs& inputs) const;
+    void down(const Pass& pass, int thread, const ExpertTask& task) const;
+    bool find_record(const Pass& pass, int thread, ExpertWork& work) const;
+    void activate(const Pass& pass, ExpertWork& work) const;
+    void combine(const Pass& pass, int thread, const Inputs& inputs) const;
+    void record_inputs(const Pass& pass, int thread, const Inputs& inputs) const;
+    void record_inputs_of_down(const Pass& pass, int thread) const;
+
+    ExpertsConfig config_;
+    int index_, number_;
+    ExpertStore& store_;
+    ExpertPredictor& predictor_;
+    ExpertLayer experts_;
+    Matrix router_, shared_gate_, shared_up_, shared_down_;
+    const float *norm_, *post_norm_, *router_bias_, *selection_bias_, *shared_router_;
+    PerExpert of_gate_, of_up_, of_down_;
+};

@@ -1,0 +1,48 @@
+// The memory of the keys and values of some layers alike, cut into segments that several texts may share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/kv_head.h"
+#include "platform.h"
+
+constexpr int segments_of(int n_slots) { return n_slots / kSegment + (n_slots % kSegment != 0); }
+
+struct KvShape {
+    KvType type;
+    int n_layers, n_kv_heads, head_dim;
+
+    size_t segment_bytes() const;
+};
+
+class KvSegments {
+public:
+    // Segments that no text has used take no memory of the system.
+    KvSegments(const KvShape& shape, int n_segments);
+
+    // Where the slots of a table are, for one of the layers.
+    KvHead head(const int32_t* table, int layer, int kv_head) const;
+    // From one slot of a table to another, in all layers.
+    void copy_slot(const int32_t* table, int from, int to);
+
+    bool has_free() const { return !free_.empty(); }
+    bool is_shared(int32_t segment) const { return users_[static_cast<size_t>(segment)] > 1; }
+    int32_t take();  // a free one, for one user
+    void share(int32_t segment) { users_[static_cast<size_t>(segment)]++; }
+    void give_back(int32_t segment);
+    void copy(int32_t from, int32_t to);
+    size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(n_touched_); }
+
+private:
+    uint8_t* data(int32_t segment) const { return memory_.data() + static_cast<size_t>(segment) * segment_bytes_; }
+
+    KvShape shape_;
+    KvHead first_;  // of layer 0, head 0
+    size_t head_bytes_, segment_bytes_;
+    Memory memory_;
+    std::vector<int> users_;  // of each segment
+    std::vector<int32_t> free_;
+    int n_touched_ = 0;  // segments that were ever used
+};

@@ -1,0 +1,1 @@
+"""Weights in the layout of the kernels: packing them, and packed files."""

@@ -1,0 +1,143 @@
+"""How a model is to be loaded: options of a caller that plans depend on, and the settings that a plan is made for.
+
+Each option is described once, beside its field: its default, its check, and what the command line says of it. This
+imports so little that `--help` can read it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
+
+from edgeinfer.common.arguments import MAX_INT32, check_choice, check_integer
+
+CacheType: TypeAlias = Literal["f16", "q8_0", "k6v4"]
+"""Numbers of the KV cache. f16: half floats.  q8_0: 8-bit codes with one scale for each 32, 56 % of the bytes.
+
+k6v4: keys of 6 bits and values of 4, Hadamard transformed, with one scale for each, 33 % of the bytes."""
+TernaryBits: TypeAlias = Literal["2", "1.6"]
+"""Bits of memory for each weight of a ternary matrix: four weights a byte, or five."""
+Check: TypeAlias = Callable[[str, object], object]  # of a name and a value; gives the value to keep
+_Class = TypeVar("_Class", bound=type)
+_KEY, _WIDTH = "option", 120
+DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cost of more is measured
+
+
+@dataclass(frozen=True)
+class About:
+    """What is said of an option beside its field.
+
+    flags: its names on the command line, which `help` and `metavar` are for; none where only Python has it.  check: of
+    a value, which Python or the command line gives.  text: for the docstring.
+    """
+
+    flags: tuple[str, ...]
+    check: Check
+    help: str
+    text: str
+    metavar: str | None = None
+
+
+def option(default: object, *flags: str, check: Check, text: str, help: str = "", metavar: str | None = None) -> Any:
+    """A field of a dataclass that is an option; see About."""
+    return field(default=default, metadata={_KEY: About(flags, check, help, text, metavar)})
+
+
+def options_of(of: type) -> dict[str, tuple[Any, About]]:
+    """Default and description of each option of a dataclass, by name."""
+    return {each.name: (each.default, each.metadata[_KEY]) for each in fields(of) if _KEY in each.metadata}
+
+
+def variable_of(*flags: str) -> str:
+    """The variable of the environment that stands for a flag: EDGEINFER_CTX_SIZE for --ctx-size."""
+    flag = next(name for name in flags if name.startswith("--"))
+    return f"EDGEINFER{flag[1:].replace('-', '_').upper()}"
+
+
+def documented(of: _Class) -> _Class:
+    """The class, whose docstring has the text of each of its options."""
+    texts = (f"{name}: {about.text}" for name, (_, about) in options_of(of).items())
+    of.__doc__ = "\n".join(
+        (of.__doc__ or "", "", *(textwrap.fill(text, _WIDTH, break_on_hyphens=False) for text in texts))
+    )
+    return of
+
+
+def one_of(*choices: str) -> Check:
+    """A check that the value is one of these texts."""
+    return lambda name, value: check_choice(name, value, choices)
+
+
+def or_none(check: Check) -> Check:
+    """A check that lets None through."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def integer(least: int, most: int | None = None) -> Check:
+    """A check that the value is an integer in least..most; it becomes Python's own."""
+    return lambda name, value: check_integer(name, value, least, most)
+
+
+class PlanKeywords(TypedDict, total=False):
+    """The fields of PlanOptions as keyword arguments."""
+
+    n_batch: int
+    cache_type: CacheType
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options that plans and backends are given as they are. A field here is one of LoadOptions and of LoadSettings."""
+
+    n_batch: int = option(
+        512,
+        check=integer(1, MAX_INT32),
+        text="prompt tokens in one forward pass. It changes memory and speed, and the text with llama.cpp only.",
+    )
+    cache_type: CacheType = option(
+        "f16",
+        "--cache-type",
+        check=one_of(*get_args(CacheType)),
+        help="Type of the KV cache. Others than f16 change the text: q8_0 takes 56 % of f16; k6v4, keys of 6 bits and "
+        "values of 4, 33 %, with a measurable loss (docs/memory.md).",
+        text='type of the numbers in the KV cache. Others than "f16" change the text: "q8_0" takes 56 % of its bytes, '
+        '"k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has '
+        "measured.",
+    )
+
+
+@dataclass(frozen=True)
+class LoadSettings(PlanOptions):
+    """What a load is to have, beside the model: all that its plan depends on, as keywords of `load` with their values.
+
+    n_ctx: positions in the KV cache.  n_batch: most tokens that pass through the layers at once; longer prompts are cut
+    into chunks of that length, which changes no bit of the result.  cache_type: changes the result a little.
+    n_threads: of the CPU.  expert_cache: bytes of the cache of experts that are read from disk when they are needed,
+    None where all are in memory; it changes no bit either.  draft: "auto", "none", or what LoadOptions.drafter_names
+    gives; no backend looks at it.
+    """
+
+    n_ctx: int
+    _: KW_ONLY
+    n_threads: int = 1
+    expert_cache: int | None = None
+    draft: str | tuple[str, ...] = "none"
+
+    @classmethod
+    def of(cls, options: PlanOptions, n_ctx: int, **others: Any) -> LoadSettings:
+        """Those that options ask for.  others: further fields, and what is not as in the options."""
+        given = {each.name: getattr(options, each.name) for each in fields(PlanOptions)}
+        return cls(n_ctx, **given | others)
+
+    @property
+    def of_model(self) -> LoadSettings:
+        """What a backend is given: the same without drafters."""
+        given = {each.name: getattr(self, each.name) for each in fields(LoadSettings)}
+        return LoadSettings(**given | {"draft": "none"})
+
+    def with_batch(self, most: int | None = None) -> LoadSettings:
+        """The same with a batch that is no larger than the context, and than `most`."""
+        n_batch = min(self.n_batch, self.n_ctx)
+        return replace(self, n_batch=n_batch if most is None else min(n_batch, most))
