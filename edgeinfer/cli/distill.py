@@ -34,7 +34,12 @@ _FILE = FileName(exists=True, dir_okay=False)
 
 @click.command(cls=ModelCommand, model="target")
 @click.argument("target", type=FileName())
-@click.option("--prompts", type=_FILE, required=True, help='JSON Lines with "prompt" or "turns" (a list of texts).')
+@click.option("--prompts", type=_FILE, help='JSON Lines with "prompt" or "turns" (a list of texts).')
+@click.option(
+    "--chats",
+    type=FileName(exists=True, file_okay=False),
+    help="Folder of saved conversations, whose answers are trained on as they are.",
+)
 @click.option(
     "--own-prompts",
     type=click.IntRange(0),
@@ -99,7 +104,7 @@ _FILE = FileName(exists=True, dir_okay=False)
 @json_option
 def distill(
     target: Path,
-    prompts: Path,
+    prompts: Path | None,
     out: Path,
     held_out: Path | None,
     config: Path | None,
@@ -122,6 +127,8 @@ def distill(
         import edgeinfer.training.distill as training
     except ImportError as error:
         raise BackendUnavailable(f"distill needs torch: pip install 'edgeinfer[train]' ({error})") from error
+    if prompts is None and options["chats"] is None:
+        raise click.UsageError("--prompts or --chats must say what to train on: found neither")
     settings = _settings(training.Settings, options | vars(recipe))
     check_stdout()
     check_plot(plot)
@@ -163,6 +170,9 @@ def _table(summary: dict[str, Any]) -> str:
         "match by depth    " + "  ".join(f"{share:.3f}" for share in summary["match_by_depth"]),
     ]
     lines += [f"{size:>2} nodes: {rate:.2f} tokens a step" for size, rate in summary["tokens_per_step"].items()]
+    if "before" in summary:
+        before = "  ".join(f"{share:.3f}" for share in summary["before"]["match_by_depth"])
+        lines.insert(2, f"before training    {before}")
     return "\n".join(lines)
 
 

@@ -254,6 +254,7 @@ _MODEL_OPTIONS = (
     draft_option,
     load_option("draft_device"),
     load_option("draft_max", type=_DraftMax(0)),
+    load_option("draft_memory", type=FileName()),
 )
 backend_option = load_option(
     "backend", type=Choice(_BACKENDS, **{_SIMULATED: "`edgeinfer fpga simulate` runs a model on this backend."})

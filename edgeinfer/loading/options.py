@@ -48,6 +48,7 @@ class LoadKeywords(PlanKeywords, total=False):
     draft: Draft
     draft_max: int
     draft_device: str
+    draft_memory: FileName | None
     verify: bool
     fpga_folder: FileName | None
     budget: str | int | None
@@ -102,6 +103,12 @@ def _draft_device(name: str, value: object) -> object:
     return value
 
 
+def _file(name: str, value: object) -> object:
+    if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
+        raise InvalidArgument(f"{name} must be the name of a file or None: found {shown(value)}")
+    return value
+
+
 def _flag(name: str, value: object) -> object:
     check_flag(name, value)
     return value
@@ -127,8 +134,8 @@ def _drafter_names(draft: object) -> str | tuple[str, ...]:
     for name in cast(Sequence[object], draft if several else [draft]):
         if not isinstance(name, (str, os.PathLike)) or not os.fsdecode(name) or several and name in ("auto", "none"):
             raise InvalidArgument(
-                'draft must be "auto", "none", or one or several of "suffix", "recycling" and the name of a file: '
-                f"found {shown(name)}"
+                'draft must be "auto", "none", or one or several of "suffix", "answers", "recycling" and the name of a '
+                f"file: found {shown(name)}"
             )
         found.append(os.fsdecode(name))
     return tuple(found) if several else found[0]
@@ -207,12 +214,12 @@ class LoadOptions(PlanOptions):
         "auto",
         "--drafter",
         check=_draft,
-        help="What drafts, beside -md: auto, none, suffix or recycling. Changes the speed, not the text.",
+        help="What drafts, beside -md: auto, none, suffix, answers or recycling. Changes the speed, not the text.",
         text="which drafters propose tokens. Drafts change the speed and never the text; only the native backend "
-        'verifies them. "auto" is the model-free drafters ("suffix", "recycling") and the draft head that this '
-        "package has for the model, if any. A file, or a name as for `load`, adds a draft model, best with the same "
-        'vocabulary, or a draft head to these. "none" or None is no drafter. A sequence is exactly the drafters that '
-        "it names. A drafter that cannot be used is left out with a RuntimeWarning that says why.",
+        'verifies them. "auto" is the model-free drafters ("suffix", "answers", "recycling"). A file, or a name as for '
+        "`load`, adds a draft model, best with the same vocabulary, or a draft head to these. "
+        '"none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used '
+        "is left out with a RuntimeWarning that says why.",
     )
     draft_max: int = option(
         DEFAULT_DRAFT_MAX,
@@ -235,6 +242,15 @@ class LoadOptions(PlanOptions):
         text='where a draft model runs: "cpu", "gpu", "gpu:N", "opencl:N" or "onnx:N" (`edgeinfer devices` lists '
         'them). "auto" is a GPU where the model fits and is measured to be faster than the CPU. Where the device is '
         "missing or fails, the CPU drafts, with a RuntimeWarning that says why.",
+    )
+    draft_memory: FileName | None = option(
+        None,
+        "--draft-memory",
+        check=or_none(_file),
+        help="Keep answers in this file, to draft later ones from, also in later runs.",
+        text="a file that keeps what the model answered, from which later answers are drafted, also in later "
+        "processes; without one they are forgotten with the engine. Whoever can read the file can read the answers. A "
+        "damaged file, or one of another tokenizer, is left out with a RuntimeWarning.",
     )
     verify: bool = option(
         False,

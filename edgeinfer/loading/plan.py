@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from edgeinfer.common.arguments import human_bytes
@@ -115,16 +116,20 @@ def plan_beside(file: ModelFile, options: LoadOptions, first: LoadPlan) -> Plann
 def _find_drafters(target: Target, options: LoadOptions, draft: Draft, n_tokens: int) -> DraftChoice | None:
     """What can draft beside a model, None where nothing is to be drafted. n_tokens: of the vocabulary."""
     if draft == "none" or not options.draft_max:
+        if options.draft_memory is not None:
+            warn(f"answers are not kept in {options.draft_memory}: nothing is to be drafted")
         return None
     if target.backend.name != "native":
-        if draft != "auto":
+        if draft != "auto" or options.draft_memory is not None:
             warn(f"nothing is drafted: with the {target.backend.name} backend that costs time, or changes the text")
         return None
     from edgeinfer.speculation.plan import find_drafters
 
     requested = (target.rough or target).planned(target.requested).plan
     n_threads = target.device.n_threads
-    return find_drafters(draft, target.file, n_tokens, requested, n_threads, options.draft_device, options.draft_max)
+    memory = None if options.draft_memory is None else Path(options.draft_memory)
+    device, most = options.draft_device, options.draft_max
+    return find_drafters(draft, target.file, n_tokens, requested, n_threads, device, most, memory)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from edgeinfer.common.errors import InvalidArgument
 
-MODEL_FREE = ("suffix", "recycling")  # those without a model
+MODEL_FREE = ("suffix", "answers", "recycling")  # those without a model
 
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:

@@ -28,6 +28,7 @@ from edgeinfer.speculation.calibration_text import calibration_tokens
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
 from edgeinfer.speculation.draft_source import DraftSource, head_source, model_source
 from edgeinfer.speculation.drafter_state import DrafterPlacement
+from edgeinfer.speculation.drafters.answers import AnswersDrafter
 from edgeinfer.speculation.drafters.base import Context, Drafter, ModelBasedDrafter
 from edgeinfer.speculation.drafters.head import HeadDrafter
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
@@ -61,6 +62,8 @@ def open_speculator(
     placements: dict[str, DrafterPlacement] = {}
     if SuffixDrafter.name in planned.tables:
         drafters.append(SuffixDrafter(planned.tables[SuffixDrafter.name]))
+    if AnswersDrafter.name in planned.tables:
+        drafters.append(AnswersDrafter(planned.tables[AnswersDrafter.name], planned.answers))
     if RecyclingDrafter.name in planned.tables:
         drafters.append(RecyclingDrafter(planned.tables[RecyclingDrafter.name]))
     if planned.file is not None:

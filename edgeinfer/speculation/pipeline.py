@@ -277,6 +277,7 @@ class Speculator:
             if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
+        proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
         tree = VerifyTree()
         if proposals:
             tree = self._select(context, proposals, verify_ms, limits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
@@ -14,10 +15,14 @@ from edgeinfer.common.types import MemoryPlan
 from edgeinfer.library.names import find_model
 from edgeinfer.memory.fit import DraftPlaces
 from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
-from edgeinfer.models.draft_head import HeadSpec, is_draft_head
+from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.draft_names import drafters_named
+from edgeinfer.speculation.drafters.answer_file import AnswerFile
+from edgeinfer.speculation.drafters.answers import LEAST_TOKENS as LEAST_ANSWER_TOKENS
+from edgeinfer.speculation.drafters.answers import MOST_TOKENS as MOST_ANSWER_TOKENS
+from edgeinfer.speculation.drafters.answers import AnswersDrafter
 from edgeinfer.speculation.drafters.base import held_by
 from edgeinfer.speculation.drafters.cross_vocabulary import check_vocabulary
 from edgeinfer.speculation.drafters.head import HeadDrafter
@@ -50,6 +55,7 @@ class DraftPlan:
     places: list[tuple[DraftDevice, MemoryPlan]] = field(default_factory=list)
     is_auto: bool = True  # they are used only where they are faster than the CPU
     draft_max: int = DEFAULT_DRAFT_MAX  # most draft tokens that a pass verifies
+    answers: AnswerFile | None = None  # that keeps earlier answers, None for none
 
     @property
     def n_bytes(self) -> int:
@@ -79,6 +85,7 @@ class DraftChoice:
     spec: ModelSpec | HeadSpec | None = None
     # devices beside the CPU that it can run on
     places: list[DraftDevice] = field(default_factory=list)
+    answers: AnswerFile | None = None
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""
@@ -103,7 +110,11 @@ class DraftChoice:
         """Tokens or rows of the tables by drafter, see FitSettings.tables."""
         if tables is None:
             return {}
-        most = {SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx), RecyclingDrafter.name: MOST_ROWS}
+        most = {
+            SuffixDrafter.name: SuffixDrafter.most_tokens(n_ctx),
+            AnswersDrafter.name: MOST_ANSWER_TOKENS,
+            RecyclingDrafter.name: MOST_ROWS,
+        }
         return {name: max(most[name] >> tables, min(most[name], _LEAST[name])) for name in self.model_free}
 
     def table_bytes(self, n_ctx: int, tables: int | None) -> int:
@@ -127,7 +138,7 @@ class DraftChoice:
         tables, places: see FitSettings.
         """
         sizes = self.table_sizes(plan.n_ctx, tables)
-        planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max)
+        planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max, answers=self.answers)
         planned.dropped.update(self.dropped)
         n_bytes = _table_bytes(sizes, plan.n_ctx)
         if self.file is not None and places != "none":
@@ -161,7 +172,11 @@ class DraftChoice:
         planned.add(max(choices, key=lambda each: sum(each.values()), default={}))
 
 
-_LEAST = {SuffixDrafter.name: LEAST_TOKENS, RecyclingDrafter.name: LEAST_ROWS}
+_LEAST = {
+    SuffixDrafter.name: LEAST_TOKENS,
+    AnswersDrafter.name: LEAST_ANSWER_TOKENS,
+    RecyclingDrafter.name: LEAST_ROWS,
+}
 """Tokens or rows below which a table drafts too little to pay: the lower bound that SpecMemo (Yildirim and Chen,
 arXiv:2506.01986) asks of each drafter. A draft model or a head has no smaller size: it is used whole or not at all.
 """
@@ -175,15 +190,21 @@ def find_drafters(
     n_threads: int,
     draft_device: str = "auto",
     draft_max: int = DEFAULT_DRAFT_MAX,
+    draft_memory: Path | None = None,
 ) -> DraftChoice:
     """What can draft beside a target. Opens the file of the draft model or the head; closed by the caller.
 
     plan: of the target as it is requested.  draft_device: where a draft model is to run; see
-    edgeinfer.speculation.placement.  draft_max: most draft tokens that a pass is to verify.
+    edgeinfer.speculation.placement.  draft_max: most draft tokens that a pass is to verify.  draft_memory: file that
+    keeps earlier answers.
     """
     free, name = drafters_named(draft)
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
+    if draft_memory is not None and AnswersDrafter.name in free:
+        found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)
+    elif draft_memory is not None:
+        found.dropped["answers"] = f"{draft_memory} is for them, and `draft` leaves them out"
     if name is None:
         if draft_device not in ("auto", "cpu"):
             found.dropped[draft_device] = "there is no draft model (-md) to run there"
@@ -222,6 +243,7 @@ def _table_bytes(tables: Mapping[str, int], n_ctx: int) -> int:
     """Bytes of tables by drafter."""
     memory = {
         SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx),
+        AnswersDrafter.name: lambda n: AnswersDrafter.memory(n, n_ctx),
         RecyclingDrafter.name: RecyclingDrafter.memory,
     }
     return sum(memory[name](size) for name, size in tables.items())

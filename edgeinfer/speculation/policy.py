@@ -26,6 +26,11 @@ class Proposal(NamedTuple):
     tree: DraftTree
     table: AcceptanceTable
 
+    @property
+    def of_first(self) -> float:
+        """Probability that the first node, of which there must be one, is accepted."""
+        return self.table.probability(self.tree.buckets[0], 0, self.tree.p[0])
+
 
 @dataclass(slots=True)
 class VerifyTree:

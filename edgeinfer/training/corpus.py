@@ -27,6 +27,7 @@ from edgeinfer.training.prompts import Prompt
 
 Part = Literal["train", "tasks", "held"]
 LEARNT: tuple[Part, ...] = ("train", "tasks")
+HELD_SHARE = 0.03  # of the prompts, where no file names others
 SETTINGS = "texts.json"  # in the folder: what its texts were made with
 # Of the draft vocabulary: how many tokens any text stands for, at most and as a share of those of the answers, and the
 # part of a vocabulary, one in so many, of tokens so frequent that their order tells little.
@@ -167,7 +168,7 @@ class Corpus:
                 texts = author.write(requests[first : first + author.n_prompts])
                 if keep_rows is not None:
                     keep_rows(self.shard(number), texts)
-                _save(self.shard(number), texts)
+                save_texts(self.shard(number), texts)
             n_done += sum(text.n_answer for text in self.texts(number))
             done = (number + 1) * author.n_prompts / len(requests)
             if n_tokens is not None:
@@ -188,7 +189,7 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for key in settings.keys() | found.keys():
         if found.get(key) != settings.get(key):
             raise InvalidArgument(
-                f"{path.parent} was made with {key} = {found.get(key)!r:.80}, wanted is {settings.get(key)!r:.80}: "
+                f"{path.parent} was made with {key} = {found.get(key)!r:.80}, expected is {settings.get(key)!r:.80}: "
                 "name another folder (--work), or the same settings"
             )
 
@@ -242,7 +243,8 @@ def draft_vocabulary(
     return np.sort(np.concatenate([order[: size - len(kept)], kept])).astype(np.int32)
 
 
-def _save(path: Path, texts: Sequence[TrainingText]) -> None:
+def save_texts(path: Path, texts: Sequence[TrainingText]) -> None:
+    """Write a shard, whole or not at all."""
     buffer = io.BytesIO()
     tokens = [text.tokens for text in texts]
     np.savez(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,7 +35,9 @@ from edgeinfer.training import agreement
 from edgeinfer.training.author import NativeAuthor, encode, tree_rows
 from edgeinfer.training.batch_author import BatchAuthor, TorchRecorder
 from edgeinfer.training.batches import Batches
+from edgeinfer.training.chats import FOLDER, write_chats
 from edgeinfer.training.corpus import (
+    HELD_SHARE,
     SETTINGS,
     Author,
     Corpus,
@@ -61,7 +63,6 @@ from edgeinfer.training.tasks import Written, task_prompts
 from edgeinfer.training.trainer import Schedule, Trainer, use_deterministic_kernels
 from edgeinfer.training.workers import Workers
 
-HELD_SHARE = 0.03  # of the prompts, where no file names others
 CHARACTERS = 3  # of a token, at least, in what prompts are built of
 N_BATCHES_FITTED = 128  # from which the head's first guess is taken
 N_TEXTS_CHECKED, N_CHECKED = 4, 256  # texts that the target in torch is checked on, and tokens of each
@@ -84,21 +85,24 @@ class Settings(Recipe):
     n_threads: int | None = None
     texts_of: tuple[Path, ...] = ()
     own_prompts: int = 0
+    chats: Path | None = None
 
     def facts(self) -> dict[str, Any]:
         """They as JSON, without where files lie."""
-        names = {"init": self.init and self.init.name, "texts_of": [folder.name for folder in self.texts_of]}
+        names = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
+        names |= {"texts_of": [folder.name for folder in self.texts_of]}
         return asdict(self) | names
 
 
 def distill(
-    target: Path, prompts: Path, out: Path, work: Path, held: Path | None, settings: Settings, report: Report
+    target: Path, prompts: Path | None, out: Path, work: Path, held: Path | None, settings: Settings, report: Report
 ) -> dict[str, Any] | None:
     """Train a head for a target, write it, and give the report that is written beside it as JSON.
 
     Of several processes the first gives it, the others None.
     target: a GGUF file that the native engine runs.  prompts, held: see read_prompts; None holds out a part of the
-    prompts.  work: a folder for texts, features and the checkpoint.
+    prompts. Without prompts, settings.chats has all that is trained on.  work: a folder for texts, features and the
+    checkpoint.
     Raises InvalidArgument, UnsupportedModel and other errors of model files, NumericalError where torch and the native
     engine part, Interrupted once a checkpoint is written after SIGINT, OSError.
     """
@@ -165,13 +169,17 @@ class _Distillation:
             limits = {"n_prompts": 4096, "cache_bytes": torch.cuda.mem_get_info(device)[0] // 2}
         return BatchAuthor(self._target, self._engine, settings.context, settings.max_tokens, **limits)
 
-    def run(self, prompts: Path, held: Path | None, report: Report) -> dict[str, Any]:
+    def run(self, prompts: Path | None, held: Path | None, report: Report) -> dict[str, Any]:
         """All stages; gives the report."""
         started = time.time()
         self._write_texts(prompts, held, report)
-        train, tasks, kept = self._corpora()
-        held_texts, mark = kept.all_texts(), fingerprint(self._file)
-        learnt = [train, tasks] if self._settings.tasks else [train]
+        train, tasks, *kept = self._corpora()
+        learnt, mark = [train, tasks] if self._settings.tasks else [train], fingerprint(self._file)
+        if self._settings.chats is not None:
+            folder = self._work / FOLDER
+            learnt.append(Corpus(folder, "train"))
+            kept.append(Corpus(folder, "held"))
+        held_texts = [text for corpus in kept for text in corpus.all_texts()]
         for folder in self._settings.texts_of:
             learnt += earlier_corpora(folder, mark, self._settings.context, held_texts)
         texts = [text for corpus in learnt for text in corpus.all_texts()]
@@ -184,15 +192,16 @@ class _Distillation:
         tokenizer = self._engine.tokenizer
         size, stops = self._settings.draft_vocab, iter(tokenizer.stop_ids)
         vocabulary = draft_vocabulary(texts, tokenizer.n_vocab, size, stops, self._usual)
-        features = self._features(learnt, report), self._features([kept], report)
+        features = self._features(learnt, report), self._features(kept, report)
         trainer, head = self._trainer(*features, vocabulary)
+        before = self._before(trainer, head, features[1], vocabulary, report)
         if not trainer.run(report):
             raise Interrupted(f"stopped; the same command goes on from {self._work / 'checkpoint.pt'}")
         tensors = self._rounded_as_stored(head)
         summary = {
             "target": {"name": self._engine.name, "fingerprint": mark},
             "settings": self._settings.facts(),
-            "prompts": prompts.name,
+            "prompts": prompts and prompts.name,
             "held_out_prompts": held.name if held else f"{HELD_SHARE:.0%} of the prompts",
             "texts": len(texts),
             "texts_of_tasks": sum(len(corpus.all_texts()) for corpus in learnt if corpus.part == "tasks"),
@@ -201,6 +210,7 @@ class _Distillation:
             "head_parameters": sum(values.size for values in tensors.values()),
             **self._effort(trainer, started),
             **self._quality(trainer, head, features[1], vocabulary, report),
+            **before,
             "curve": trainer.progress.curve,
         }
         self._write(tensors, vocabulary, summary)
@@ -208,11 +218,15 @@ class _Distillation:
 
     # ---- The stages --------------------------------------------------------------------------------------------------
 
-    def _write_texts(self, prompts: Path, held: Path | None, report: Report) -> None:
+    def _write_texts(self, prompts: Path | None, held: Path | None, report: Report) -> None:
         """The shards of texts that are missing."""
         settings, seed = self._settings, self._settings.seed
-        questions = shuffled(read_prompts(prompts), seed)
-        if held is None:
+        if settings.chats is not None:
+            self._write_chats(settings.chats)
+        questions = [] if prompts is None else shuffled(read_prompts(prompts), seed)
+        if held is None and prompts is None:
+            others = list[Prompt]()
+        elif held is None:
             n_held = min(settings.n_held, max(1, round(HELD_SHARE * len(questions))))
             questions, others = held_out(questions, n_held)
         else:
@@ -255,6 +269,13 @@ class _Distillation:
             if self._workers.rank == 0:
                 check_settings(self._work / "tasks.json", {"tasks": _digest(built)})
             self._answer(tasks, built, replace(mix, n_answers=1), None, report)
+
+    def _write_chats(self, chats: Path) -> None:
+        """The texts of saved conversations."""
+        if self._workers.rank == 0:
+            mark, settings = fingerprint(self._file), self._settings
+            write_chats(self._work / FOLDER, self._engine, chats, mark, settings.context, settings.n_held)
+        self._workers.wait()
 
     def _own_prompts(self, others: Sequence[Prompt], report: Report) -> list[Prompt]:
         """What the target writes in place of a person, without what is held out; see own_prompts."""
@@ -426,6 +447,20 @@ class _Distillation:
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
         replay = Replay(head, self._target.embedding, rounded(self._target.output[ids], self._types.ffn), ids)
         return judged(held, replay, trainer.match_counts(DEPTHS), report).report()
+
+    def _before(
+        self, trainer: Trainer, head: DraftHead, held: Features, vocabulary: NDArray[np.int32], report: Report
+    ) -> dict[str, Any]:
+        """How good the head is from which training goes on, under "before"; nothing without one."""
+        if not self._settings.init:
+            return {}
+        path = self._work / "before.json"
+        if not path.exists() and not (self._work / "checkpoint.pt").exists():
+            quality = self._quality(trainer, head, held, vocabulary, report)
+            if self._workers.rank == 0:
+                write_whole(path, json.dumps({"before": quality}).encode())
+        self._workers.wait()
+        return cast(dict[str, Any], json.loads(path.read_bytes())) if path.exists() else {}
 
     def _write(
         self, tensors: dict[str, NDArray[np.float32]], vocabulary: NDArray[np.int32], summary: dict[str, Any]

@@ -266,7 +266,7 @@ class Trainer:
         for key, wanted in self._settings.items():
             if state["settings"].get(key) != wanted:
                 raise InvalidArgument(
-                    f"{self._checkpoint} was made with {key} = {state['settings'].get(key)!r:.80}, wanted is "
+                    f"{self._checkpoint} was made with {key} = {state['settings'].get(key)!r:.80}, expected is "
                     f"{wanted!r:.80}: remove it to train anew, or name the same settings"
                 )
         self.progress = Progress(**state["progress"])

@@ -47,6 +47,8 @@ def model(tmp_path_factory):
         ("verify", "yes", "verify must be True or False: found 'yes'"),
         ("draft_max", -1, "draft_max must be an integer of at least 0: found -1"),
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
+        ("draft_memory", "", "draft_memory must be the name of a file or None: found ''"),
+        ("draft_memory", 3, "draft_memory must be the name of a file or None: found 3"),
         ("fpga_folder", 3, "fpga_folder must be the name of a folder or None: found 3"),
         ("fpga_folder", "folder", "fpga_folder is for backend=\"fpga-sim\": found 'auto'"),
         ("progress", 3, "progress must be a function or None: found 3"),

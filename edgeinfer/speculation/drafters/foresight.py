@@ -13,8 +13,17 @@ from collections.abc import Sequence
 
 from edgeinfer import _sampler
 from edgeinfer.sampling import SamplingParams, stream_key
+from edgeinfer.speculation.drafters.base import Context
 
 _TINY = 1e-30
+_BAN = -20.0  # a bias below which no token is likely enough for a draft
+
+
+def foresight_of(context: Context) -> Foresight | None:
+    """Of a request whose choice depends on more than the logits; else None."""
+    if context.params is None or context.is_plain:
+        return None
+    return Foresight(context.params, context.tokens)
 
 
 class Foresight:
@@ -58,6 +67,14 @@ class Foresight:
         exponentials = [math.exp(max(score - scored[0][0], -30.0)) for score, _ in scored]
         of_all = math.fsum(exponentials)
         return [(id, each / of_all) for (_, id), each in zip(scored, exponentials, strict=True)]
+
+    def is_penalised(self, id: int, path: Sequence[int]) -> bool:
+        """Whether penalties or a bias make a token less likely than the model has it. path: as for `ranked`."""
+        return self._biases.get(id, 0.0) < 0.0 or (self._params.has_penalties and (id in self._recent or id in path))
+
+    def is_banned(self, id: int) -> bool:
+        """Whether a bias leaves a token no chance."""
+        return self._biases.get(id, 0.0) <= _BAN
 
     def _scored(
         self,

@@ -18,7 +18,7 @@ from edgeinfer.backends.native import top_k
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
-from edgeinfer.speculation.drafters.foresight import Foresight
+from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 MOST_ROWS = 65_536
@@ -60,9 +60,7 @@ class RecyclingDrafter(HoldingDrafter):
         """The most probable nodes of the tree of successors, best first."""
         last = context.tokens[-1]
         before = context.tokens[-2] if len(context.tokens) > 1 else -1
-        foresight = None
-        if context.params is not None and not context.is_plain:
-            foresight = Foresight(context.params, context.tokens)
+        foresight = foresight_of(context)
         root = self._successors(before, last, _AT_ROOT, foresight, ())
         if not root or limit == 0:
             return no_draft()

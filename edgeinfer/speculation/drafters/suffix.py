@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
+from edgeinfer.speculation.drafters.chains import Chains
+from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
+from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, Realignment
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
@@ -39,6 +42,8 @@ _LATER = (
 )
 _OTHER_FIRST = 0.05
 _OTHER = 3 * len(_FIRST[0])  # buckets from here on: the second most frequent follower
+_REALIGNED = _OTHER + len(_FIRST[0])  # and from here on: of edgeinfer.speculation.drafters.realignment
+_PENALISED = _REALIGNED + N_BUCKETS  # added to those below _REALIGNED, where a penalty makes a token less likely
 
 
 class SuffixAutomaton:
@@ -146,6 +151,7 @@ class SuffixDrafter(HoldingDrafter):
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
         self._automaton = SuffixAutomaton()
+        self._realignment = Realignment(self._automaton.text)
         self._last: list[int] = []  # the last request's tokens, all of which the automaton has
         self._n_cuts = 0
 
@@ -170,28 +176,43 @@ class SuffixDrafter(HoldingDrafter):
         self._last = prompt[: len(prompt) - len(new)]
         self._n_cuts += 1
         self._automaton.append(-1 - self._n_cuts)  # no token: nothing matches over it
+        self._realignment.leave()
         self._extend(new)
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """What followed the match, and the second most frequent follower as an alternative."""
+        """What the copy goes on with, what followed the match, and its second most frequent follower."""
         self._extend(context.tokens[len(self._last) :])
-        automaton = self._automaton
-        length = automaton.match_length
-        if length == 0 or limit == 0:
+        length = self._automaton.match_length
+        if limit == 0:
             return no_draft()
+        chains, foresight = Chains(context, limit), foresight_of(context)
+        guesses = self._realignment.guesses(limit)
+        if length and not self._realignment.is_copying:
+            self._add_match(chains, length, limit, foresight)
+        for guess in guesses:
+            tokens = _without_banned(guess.tokens, foresight)
+            buckets = guess.buckets[: len(tokens)]
+            priors = [_first_or_later(bucket) for bucket in buckets]
+            chains.add(tokens, [_REALIGNED + bucket for bucket in buckets], priors)
+        if length and self._realignment.is_copying:
+            self._add_match(chains, length, limit, foresight)
+        return chains.tree()
+
+    def _add_match(self, chains: Chains, length: int, limit: int, foresight: Foresight | None) -> None:
+        """Add what followed the longest match, which has that length."""
+        automaton = self._automaton
         match_class = _CLASS[length] if length < len(_CLASS) else len(_BOUNDS)
         state = automaton.match
         followers = _SEVERAL if automaton.has_several(state) else _ONCE if automaton.seen[state] == 1 else _OFTEN
         bucket = 3 * match_class + followers
-        first, later = _FIRST[followers][match_class], _LATER[followers][match_class]
         tokens = self._copy(automaton.match_end + 1, max(1, limit - (followers == _SEVERAL)))
-        n = self._useful_length(context, bucket, first, later, len(tokens))
-        tree = DraftTree(tokens[:n], list(range(-1, n - 1)), [first, *[later] * (n - 1)][:n], [bucket] * n)
-        other = self._other_follower(tokens[:1]) if followers == _SEVERAL and n < limit else None
-        if other is None:
-            return tree
-        buckets = [*tree.buckets, _OTHER + match_class]
-        return DraftTree([*tree.tokens, other], [*tree.parents, -1], [*tree.p, _OTHER_FIRST], buckets)
+        first, later = _FIRST[followers][match_class], _LATER[followers][match_class]
+        tokens = _without_banned(tokens, foresight)
+        chains.add(tokens, _of_tokens(bucket, tokens, foresight), [(first, later)] * len(tokens))
+        other = self._other_follower(tokens[:1]) if followers == _SEVERAL else None
+        if other is not None:
+            others = _without_banned([other], foresight)
+            chains.add(others, _of_tokens(_OTHER + match_class, others, foresight), [(_OTHER_FIRST, _OTHER_FIRST)])
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is wanted."""
@@ -209,9 +230,12 @@ class SuffixDrafter(HoldingDrafter):
         self._last.extend(tokens)
         if len(self._automaton.text) + len(tokens) > self._max_tokens:
             self._automaton = SuffixAutomaton()
+            self._realignment = Realignment(self._automaton.text)
             tokens = self._last[-(self._max_tokens // 2) :]
+        automaton, realignment = self._automaton, self._realignment
         for token in tokens:
-            self._automaton.append(token)
+            automaton.append(token)
+            realignment.follow(token, automaton.match_length, automaton.match_end)
 
     def _copy(self, start: int, n: int) -> list[int]:
         """n tokens of the text from start on; at its end the copied tokens repeat, as in a periodic text."""
@@ -225,18 +249,27 @@ class SuffixDrafter(HoldingDrafter):
                 return tokens[:i]
         return tokens
 
-    def _useful_length(self, context: Context, bucket: int, first: float, later: float, n_max: int) -> int:
-        """Nodes of the chain above the least useful probability; at least 1, from which the acceptance is learnt."""
-        probability, min_probability = context.acceptance.probability, context.acceptance.min_probability
-        path_probability = probability(bucket, 0, first)
-        for depth in range(1, n_max):
-            path_probability *= probability(bucket, depth, later)
-            if path_probability < min_probability:
-                return depth
-        return n_max
-
     def _other_follower(self, drafted: list[int]) -> int | None:
         """The most frequent follower of the match besides the drafted token."""
         seen, followers = self._automaton.seen, self._automaton.followers(self._automaton.match)
         others = {token: seen[state] for token, state in followers if token >= 0 and token not in drafted}
         return max(others, key=others.__getitem__, default=None)
+
+
+def _first_or_later(bucket: int) -> tuple[float, float]:
+    """Prior probabilities of a node of a realigned copy, where it is the first of a draft and elsewhere."""
+    return FIRST[bucket], LATER[bucket]
+
+
+def _without_banned(tokens: list[int], foresight: Foresight | None) -> list[int]:
+    """A chain up to the first token that the request does not allow."""
+    if foresight is None:
+        return tokens
+    return tokens[: next((i for i, token in enumerate(tokens) if foresight.is_banned(token)), len(tokens))]
+
+
+def _of_tokens(bucket: int, tokens: Sequence[int], foresight: Foresight | None) -> list[int]:
+    """The bucket of each token of a chain: another one where a penalty makes it less likely."""
+    if foresight is None:
+        return [bucket] * len(tokens)
+    return [bucket + _PENALISED * foresight.is_penalised(token, tokens[:place]) for place, token in enumerate(tokens)]

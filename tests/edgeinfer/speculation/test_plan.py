@@ -1,7 +1,7 @@
 """Which drafters a plan has, and what it counts for them."""
 
 import pytest
-from drafting import PROMPT, tokens_of
+from drafting import PROMPT, FixedCosts, tokens_of
 
 from edgeinfer.backends.native import NativeBackend
 from edgeinfer.common.settings import LoadSettings
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 def test_by_default_the_free_drafters_draft_and_are_in_the_plan(opened, model):
     engine = opened(model)
-    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "answers", "recycling"]
     assert engine.memory_plan.use.drafters > 1_000_000
     assert opened(model, draft_max=0).speculator is None
     completion = engine.generate(PROMPT, max_tokens=40, temperature=0.0)
@@ -52,8 +52,35 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
         budget, expected = opened(model).memory.peak + 1000, f"reduced: no draft model \\({draft_model.name}\\)$"
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=str(path), budget=budget)
-    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "recycling"]
+    assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "answers", "recycling"]
     assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
+
+
+def test_answers_are_kept_in_a_file_where_that_is_asked_for(opened, plain, model, tmp_path):
+    path, request = tmp_path / "answers.bin", {"temperature": 0.0}
+    first = opened(model, draft=["answers"], draft_memory=path)
+    text = tokens_of(first, request)
+    first.close()
+    engine = opened(model, draft=["answers"], draft_memory=str(path))
+    engine.speculator.costs = FixedCosts()
+    completion = engine.generate(PROMPT, max_tokens=48, **request)
+    assert completion.tokens == text == tokens_of(plain, request)
+    assert completion.timings.speculation.by_drafter["answers"].accepted > 20, "from the first process's answer"
+    assert opened(model, draft=["answers"]).memory.of("drafters") == engine.memory.of("drafters")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"draft": "none"}, "answers are not kept in .*: nothing is to be drafted"),
+        ({"draft_max": 0}, "answers are not kept in .*: nothing is to be drafted"),
+        ({"draft": "suffix"}, "answers.bin is for them, and `draft` leaves them out"),
+        ({"backend": "reference"}, "nothing is drafted: with the reference backend"),
+    ],
+)
+def test_a_file_of_answers_that_nothing_drafts_from_is_told(opened, model, tmp_path, options, why):
+    with pytest.warns(RuntimeWarning, match=why):
+        opened(model, draft_memory=tmp_path / "answers.bin", **options)
 
 
 @pytest.mark.parametrize("left", [0.5, 0.25, 0.0])

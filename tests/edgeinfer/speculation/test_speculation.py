@@ -53,7 +53,9 @@ def draft_head(model, tmp_path_factory):
     return write_tiny_head(tmp_path_factory.mktemp("head") / "head.gguf", model, [text])
 
 
-@pytest.mark.parametrize("draft", ["auto", "suffix", "recycling", "FILE", ["suffix", "FILE"], ["HEAD"]], ids=str)
+@pytest.mark.parametrize(
+    "draft", ["auto", "suffix", "answers", "recycling", "FILE", ["suffix", "FILE"], ["HEAD"]], ids=str
+)
 @pytest.mark.parametrize("request_", REQUESTS, ids=str)
 def test_each_drafter_gives_the_tokens_of_plain_decoding(
     opened, plain, model, draft_model, draft_head, draft, request_

@@ -131,6 +131,45 @@ def test_answers_of_another_run_are_trained_on_too(given: Path, work: Path, tmp_
         assert report[count] == json.loads(alone.stdout)[count] + first[count]
 
 
+def test_saved_conversations_are_trained_on_as_they_are(given: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats"
+    write_chats(chats, given, 40)
+    first = run_on_chats(given, tmp_path / "first.gguf", chats)
+    assert first.exit_code == 0, first.output
+    report = json.loads((tmp_path / "first.json").read_text())
+    assert 70 < report["texts"] <= 2 * 39 and report["held_out_texts"] == 2 and report["prompts"] is None
+    assert report["match_by_depth"][0] > 0.3 and "before" not in report
+    options = ["--init", tmp_path / "first.gguf", "--seed", "2"]
+    second = run_on_chats(given, tmp_path / "second.gguf", chats, *options)
+    assert second.exit_code == 0, second.output
+    before = json.loads((tmp_path / "second.json").read_text())["before"]
+    assert before["match_by_depth"] == pytest.approx(report["match_by_depth"], abs=0.02)
+    assert "before training    0." in second.output
+    write_chats(chats, given, 41)
+    changed = run_on_chats(given, tmp_path / "second.gguf", chats, *options)
+    assert changed.exit_code == 2 and "was made with chats" in changed.stderr
+
+
+def write_chats(folder: Path, given: Path, n: int) -> None:
+    """Conversations with a model, some answers of which have their tokens, and some are of no length."""
+    folder.mkdir(exist_ok=True)
+    with edgeinfer.load(given / "m.gguf", draft="none") as engine:
+        for number in range(n):
+            chat = edgeinfer.Conversation(engine)
+            if (folder / f"{number}.jsonl").exists():
+                continue
+            for text in (f"hello {number} world", "and again"):
+                for _ in chat.send(text, max_tokens=20, temperature=0.5, seed=number):
+                    pass
+            chat.save(folder / f"{number}.jsonl")
+
+
+def run_on_chats(given: Path, out: Path, chats: Path, *options: object) -> Result:
+    fast = [*FAST[: FAST.index("--tasks")], "--context", 192]
+    arguments = ["distill", given / "m.gguf", "--chats", chats, "--out", out, *fast, *options]
+    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="edgeinfer")
+
+
 def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp_path: Path) -> None:
     options = ["--work", fresh(work, tmp_path / "work"), "--texts-of"]
     (tmp_path / "empty").mkdir()

@@ -11,6 +11,7 @@ from drafting import cost_model
 from edgeinfer.sampling import SamplingParams, sample
 from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.chains import Chains
 from edgeinfer.speculation.drafters.foresight import Foresight
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter
 from edgeinfer.speculation.drafters.suffix import BYTES_PER_TOKEN, SuffixAutomaton, SuffixDrafter
@@ -134,6 +135,60 @@ def test_the_automaton_keeps_to_the_bytes_that_the_plan_counts():
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert 0.3 * BYTES_PER_TOKEN < held / len(text) < BYTES_PER_TOKEN
+
+
+def test_tokens_that_penalties_make_less_likely_are_learnt_apart():
+    def buckets(**options):
+        drafter, context = SuffixDrafter(1024), context_of([1, 2, 3, 4, 5, 9, 8, 7, 1, 2])
+        context.params, context.is_plain = SamplingParams(temperature=0.0, **options), not options
+        drafter.start(context)
+        tree = drafter.propose(context, 3)
+        assert tree.tokens == [3, 4, 5] and checked(tree, 50, 3) == tree
+        return tree.buckets
+
+    plain = buckets()
+    assert len(set(plain)) == 1
+    assert buckets(repeat_penalty=1.1) == buckets(presence_penalty=0.5) == [buckets(logit_bias={3: -1.0})[0]] * 3
+    assert buckets(repeat_penalty=1.1)[0] != plain[0]
+    assert buckets(repeat_penalty=1.1, penalty_last_n=4) == plain, "the tokens are not among the recent ones"
+    assert buckets(logit_bias={3: 1.0}) == plain, "a bias may make a token likelier"
+
+
+def test_a_token_of_the_draft_itself_is_recent_too():
+    drafter, context = SuffixDrafter(1024), context_of([1, 2, 3, 3, 5, 9, 8, 7, 1, 2])
+    context.params, context.is_plain = SamplingParams(temperature=0.0, repeat_penalty=1.1, penalty_last_n=2), False
+    drafter.start(context)
+    first, second, *_ = drafter.propose(context, 3).buckets
+    assert first != second
+
+
+@pytest.mark.parametrize("banned", [3, 4, 5])
+def test_a_banned_token_and_what_follows_it_are_not_drafted(banned):
+    drafter, context = SuffixDrafter(1024), context_of([1, 2, 3, 4, 5, 9, 8, 7, 1, 2])
+    context.params, context.is_plain = SamplingParams(temperature=0.0, logit_bias={banned: False}), False
+    drafter.start(context)
+    assert drafter.propose(context, 3).tokens == [3, 4, 5][: banned - 3]
+    copy = context_of([*range(20, 40), 1, *range(20, 30)])
+    copy.params, copy.is_plain = SamplingParams(temperature=0.0, logit_bias={32: -100.0}), False
+    drafter.start(copy)
+    assert drafter.propose(copy, 8).tokens == [30, 31]
+
+
+def test_chains_share_their_beginning_which_has_the_likelier_bucket():
+    chains = Chains(context_of([1], min_probability=0.1), 5)
+    chains.add([7, 8, 9], [1, 1, 1], [(0.5, 0.6)] * 3)
+    chains.add([7, 8, 4], [2, 2, 2], [(0.9, 0.2)] * 3)
+    chains.add([6, 5, 5], [3, 3, 3], [(0.3, 0.2)] * 3)
+    chains.add([4], [3], [(0.05, 0.2)])
+    tree = chains.tree()
+    assert (tree.tokens, tree.parents) == ([7, 8, 9, 6], [-1, 0, 1, -1])
+    assert (tree.buckets, tree.p) == ([2, 1, 1, 3], [0.9, 0.6, 0.6, 0.3])
+    full = Chains(context_of([1]), 2)
+    full.add([7, 8, 9], [1] * 3, [(0.5, 0.6)] * 3)
+    assert full.tree().tokens == [7, 8]
+    hopeless = Chains(context_of([1], min_probability=0.9), 5)
+    hopeless.add([7, 8], [1, 1], [(0.1, 0.1)] * 2)
+    assert hopeless.tree().tokens == [7], "one node, from which the acceptance is learnt"
 
 
 # ---- Recycling -------------------------------------------------------------------------------------------------------

@@ -565,7 +565,7 @@ def test_a_head_is_in_the_plan(opened, model, head):
     own = drafter._features.nbytes + drafter._level.nbytes + drafter._logits.nbytes
     assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * n_logits
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
-    assert [one.name for one in with_head.speculator.drafters] == ["suffix", "recycling", "head"]
+    assert [one.name for one in with_head.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
 
 
 @pytest.mark.parametrize("why", ["another model", "damaged", "no room"])
