@@ -113,7 +113,7 @@ class Settings:
 
     def facts(self) -> dict[str, Any]:
         """They as JSON, without where files lie."""
-        names = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
+        names: dict[str, Any] = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
         names |= {"texts_of": [folder.name for folder in self.texts_of]}
         return asdict(self) | names
 
