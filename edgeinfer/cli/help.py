@@ -22,7 +22,7 @@ _RANGE = re.compile(rf"; {_ONE_RANGE}(?=\])|  \[{_ONE_RANGE}\]")
 _MODEL = ("model", "hf_repo", "hf_file", "n_threads", "backend")
 _MEMORY = ("n_ctx", "budget", "cache_type", "cache_type_k", "cache_type_v", "n_batch", "expert_cache", "ternary_bits")
 _EXPERTS = ("expert_device", "expert_device_bytes", "verify")
-_SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device")
+_SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device", "draft_memory")
 _SAMPLING = (
     *("temperature", "seed", "top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty"),
     *("penalty_last_n", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -241,7 +241,7 @@ def drafter_name(file: ModelFile) -> str:
 
 def _table_bytes(tables: Mapping[str, int], n_ctx: int) -> int:
     """Bytes of tables by drafter."""
-    memory = {
+    memory: dict[str, Callable[[int], int]] = {
         SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx),
         AnswersDrafter.name: lambda n: AnswersDrafter.memory(n, n_ctx),
         RecyclingDrafter.name: RecyclingDrafter.memory,

@@ -89,7 +89,7 @@ class Settings(Recipe):
 
     def facts(self) -> dict[str, Any]:
         """They as JSON, without where files lie."""
-        names = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
+        names: dict[str, Any] = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
         names |= {"texts_of": [folder.name for folder in self.texts_of]}
         return asdict(self) | names
 
@@ -224,17 +224,8 @@ class _Distillation:
         if settings.chats is not None:
             self._write_chats(settings.chats)
         questions = [] if prompts is None else shuffled(read_prompts(prompts), seed)
-        if held is None and prompts is None:
-            others = list[Prompt]()
-        elif held is None:
-            n_held = min(settings.n_held, max(1, round(HELD_SHARE * len(questions))))
-            questions, others = held_out(questions, n_held)
-        else:
-            others = shuffled(read_prompts(held), seed)
-            asked = set(others)
-            questions = [question for question in questions if question not in asked]
-        others = others[: settings.n_held]
-        wanted = {
+        questions, others = self._split(questions, prompts, held)
+        settings_of_texts = {
             "target": fingerprint(self._file),
             "prompts": _digest(questions),
             "held_out": _digest(others),
@@ -249,7 +240,7 @@ class _Distillation:
             },
         }
         if self._workers.rank == 0:
-            check_settings(self._work / SETTINGS, wanted)
+            check_settings(self._work / SETTINGS, settings_of_texts)
         self._workers.wait()
         if isinstance(self._author, BatchAuthor):
             turns = (other.turns[0] for other in others[:N_TEXTS_CHECKED])
@@ -269,6 +260,20 @@ class _Distillation:
             if self._workers.rank == 0:
                 check_settings(self._work / "tasks.json", {"tasks": _digest(built)})
             self._answer(tasks, built, replace(mix, n_answers=1), None, report)
+
+    def _split(
+        self, questions: list[Prompt], prompts: Path | None, held: Path | None
+    ) -> tuple[list[Prompt], list[Prompt]]:
+        """The prompts to train on, and those to evaluate on."""
+        n_held = self._settings.n_held
+        if held is not None:
+            others = shuffled(read_prompts(held), self._settings.seed)
+            asked = set(others)
+            return [question for question in questions if question not in asked], others[:n_held]
+        if prompts is None:
+            return questions, []
+        questions, others = held_out(questions, min(n_held, max(1, round(HELD_SHARE * len(questions)))))
+        return questions, others[:n_held]
 
     def _write_chats(self, chats: Path) -> None:
         """The texts of saved conversations."""
