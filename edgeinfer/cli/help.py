@@ -63,7 +63,17 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that ha
         "Drafters": ("model", "draft_vocab"),
     },
     "distill": {
-        "Texts": ("prompts", "own_prompts", "tasks", "tokens", "context", "max_tokens", "held_out", "texts_of"),
+        "Texts": (
+            "prompts",
+            "chats",
+            "own_prompts",
+            "tasks",
+            "tokens",
+            "context",
+            "max_tokens",
+            "held_out",
+            "texts_of",
+        ),
         "Head": ("out", "type", "epochs", "init", "config"),
         "Run": ("device", "n_threads", "seed", "work", "disk_gib", "hf_repo", "hf_file"),
         "Report": ("plot", "as_json"),
