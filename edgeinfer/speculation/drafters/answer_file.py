@@ -82,7 +82,7 @@ def _tokens(path: Path, mark: str, n_vocab: int) -> array[int]:
     if not isinstance(header, dict) or header.get("kind") != _KIND:
         raise ValueError("is no file of answers for drafts")
     if header.get("version") != _VERSION:
-        raise ValueError(f"has version {header.get('version')!r} of this kind of file, wanted is {_VERSION}")
+        raise ValueError(f"has version {header.get('version')!r} of this kind of file: version {_VERSION} can be read")
     if header.get("tokenizer") != mark:
         raise ValueError("has answers of a model with another tokenizer")
     if header.get("tokens") != len(data) / 4 or header.get("crc32") != zlib.crc32(data):
