@@ -31,13 +31,13 @@ from edgeinfer.common.errors import (
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
+from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.logprobs import Score, check_alternatives, score_continuations
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
-from edgeinfer.offload.device_experts import DeviceExperts
 from edgeinfer.ranking import ranking_prompt
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample

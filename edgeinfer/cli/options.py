@@ -245,8 +245,8 @@ _MODEL_OPTIONS = (
     *_PLAN_OPTIONS,
     load_option("ternary_bits", type=click.Choice(["auto", *get_args(TernaryBits)])),
     load_option("expert_cache"),
-    load_option("expert_device"),
-    load_option("expert_device_bytes", default="auto", show_default=True),
+    load_option("expert_device", hidden=True),  # experimental: only pages name it
+    load_option("expert_device_bytes", default="auto", show_default=True, hidden=True),
     budget_option,
     load_option("verify", is_flag=True),
     threads_option,

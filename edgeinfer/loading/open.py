@@ -10,10 +10,10 @@ from edgeinfer.backends.base import ExpertBackend, Model, Session
 from edgeinfer.common.arguments import shown
 from edgeinfer.common.errors import InvalidArgument, UnsupportedModel, warn
 from edgeinfer.engine import Engine, Helpers, Loaded
+from edgeinfer.experimental.expert_device import open_device_experts
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.backend_choice import PlannedModel
-from edgeinfer.loading.expert_device import open_device_experts
 from edgeinfer.loading.ledger import give_back_freed
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading.plan import plan_load, warn_of_dropped

@@ -71,7 +71,7 @@ def _expert_cache(name: str, value: object) -> object:
 
 
 def _expert_device_bytes(name: str, value: object) -> object:
-    from edgeinfer.offload.device_experts_size import parse_bytes
+    from edgeinfer.experimental.device_experts_size import parse_bytes
 
     return _size(parse_bytes, name, value)
 
@@ -83,7 +83,7 @@ def _budget(name: str, value: object) -> object:
 
 
 def _expert_device(name: str, value: object) -> object:
-    from edgeinfer.offload.device_experts_size import check_device
+    from edgeinfer.experimental.device_experts_size import check_device
 
     check_device(check_text(name, value))
     return value

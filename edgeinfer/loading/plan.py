@@ -13,8 +13,8 @@ from edgeinfer.common.arguments import human_bytes
 from edgeinfer.common.errors import UnsupportedModel, warn
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import ExpertSizes
+from edgeinfer.experimental.expert_device import DeviceExpertsPlan, plan_device_experts, with_device_experts
 from edgeinfer.loading.backend_choice import PlannedModel, Target, choose_target
-from edgeinfer.loading.expert_device import DeviceExpertsPlan, plan_device_experts, with_device_experts
 from edgeinfer.loading.ledger import ledger_of, process_of
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger

@@ -28,8 +28,8 @@ from text import SAMPLE_TEXT
 
 import edgeinfer
 from edgeinfer.engine import Engine
-from edgeinfer.loading import expert_device
-from edgeinfer.loading.expert_device import device_named
+from edgeinfer.experimental import expert_device
+from edgeinfer.experimental.expert_device import device_named
 from edgeinfer.offload.routing import NONE, Routing
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

@@ -1,4 +1,4 @@
-"""Experts on CPU and GPU by the rules of edgeinfer.offload.placement, simulated on recorded routing.
+"""Experts on CPU and GPU by the rules of edgeinfer.experimental.placement, simulated on recorded routing.
 
 No model runs. The times are given: of one expert on the CPU and on the GPU (of one row, and of each further one), of
 moving one to the GPU, of reading one from disk. The defaults are of no machine in particular: 3 MB an expert over
@@ -19,7 +19,7 @@ from typing import Any
 
 from machine import machine
 
-from edgeinfer.offload.placement import ExpertTimes, interpolated
+from edgeinfer.experimental.placement import ExpertTimes, interpolated
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from edgeinfer.offload.placement import Assignment, ExpertTimes, GpuCache, NeededExpert, timed
+from edgeinfer.experimental.placement import Assignment, ExpertTimes, GpuCache, NeededExpert, timed
 from edgeinfer.offload.policies import PassRecency
 from edgeinfer.offload.routing import NONE, Routing
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from edgeinfer.backends.base import ExpertDeviceModel, Model
 from edgeinfer.common.errors import BackendLost, InvalidArgument, UnsupportedModel
 from edgeinfer.common.types import Device
+from edgeinfer.experimental.device_experts import DeviceExperts, measured_seconds
+from edgeinfer.experimental.device_experts_size import parse_bytes, slots_of
+from edgeinfer.experimental.placement import ExpertTimes, interpolated
 from edgeinfer.loading.backend_choice import PlannedModel
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.offload.device_experts import DeviceExperts, measured_seconds
-from edgeinfer.offload.device_experts_size import parse_bytes, slots_of
-from edgeinfer.offload.placement import ExpertTimes, interpolated
 from edgeinfer.offload.usage import load_usage, usage_key
 
 if TYPE_CHECKING:

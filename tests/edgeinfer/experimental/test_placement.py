@@ -7,7 +7,7 @@ import pytest
 from placement_simulation import assign, best_of_all, on_cpu, simulate, where_held
 
 from edgeinfer.common.errors import InvalidArgument
-from edgeinfer.offload.placement import (
+from edgeinfer.experimental.placement import (
     Assignment,
     ExpertTimes,
     GpuCache,

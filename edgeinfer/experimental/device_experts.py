@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.base import ExpertDevice, PassHook
 from edgeinfer.common.errors import BackendLost, warn
 from edgeinfer.common.overriding import override
-from edgeinfer.offload.placement import ExpertTimes, GpuCache, LayerScores, NeededExpert, assign_held
+from edgeinfer.experimental.placement import ExpertTimes, GpuCache, LayerScores, NeededExpert, assign_held
 
 MEMORY = 0.99  # share of a score that stays from one pass to the next
 _MOST_KNOWN = 1024  # decisions that are kept

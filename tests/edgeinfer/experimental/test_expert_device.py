@@ -15,13 +15,13 @@ import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
 from edgeinfer.common.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.engine import Engine
-from edgeinfer.loading import expert_device
-from edgeinfer.loading.expert_device import plan_device_experts
+from edgeinfer.experimental import expert_device
+from edgeinfer.experimental.device_experts import DeviceExperts
+from edgeinfer.experimental.expert_device import plan_device_experts
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.loading.plan import plan_model
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.offload.device_experts import DeviceExperts
 
 MODELS: list[tuple[ExpertArchitecture, str, dict[str, Any]]] = [
     ("qwen3moe", "F32", {}),

@@ -8,15 +8,15 @@ import pytest
 from placement_simulation import assign, on_cpu, where_held
 
 from edgeinfer.common.errors import BackendLost, BudgetExceeded, InvalidArgument
-from edgeinfer.offload import device_experts as module
-from edgeinfer.offload.cache_size import parse
-from edgeinfer.offload.device_experts import DeviceExperts, measured_seconds
-from edgeinfer.offload.device_experts_size import check_device, parse_bytes, slots_of
-from edgeinfer.offload.placement import (
+from edgeinfer.experimental import device_experts as module
+from edgeinfer.experimental.device_experts import DeviceExperts, measured_seconds
+from edgeinfer.experimental.device_experts_size import check_device, parse_bytes, slots_of
+from edgeinfer.experimental.placement import (
     ExpertTimes,
     NeededExpert,
     assign_held,
 )
+from edgeinfer.offload.cache_size import parse
 
 N_EMBD = 4
 ON_GPU = ExpertTimes(cpu=lambda rows: 1.0 * rows, gpu=lambda rows: 0.01, transfer=float("inf"))
