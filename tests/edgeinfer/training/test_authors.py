@@ -124,7 +124,7 @@ def test_a_model_that_ends_no_message_is_named(path: Path, tmp_path: Path) -> No
     engine: Engine
     with (
         edgeinfer.load(path, n_ctx=64, draft="none") as engine,
-        pytest.raises(InvalidArgument, match=r"was to write 6 prompts: 0 of the 24 messages .* --own-prompts"),
+        pytest.raises(InvalidArgument, match=r"must write 6 prompts: found 0 .* of 24 messages .* --own-prompts"),
     ):
         own_prompts(tmp_path / "own.jsonl", engine, Silent(), 6, 1, lambda what, share: None)
     assert not (tmp_path / "own.jsonl").exists()
