@@ -128,7 +128,7 @@ class Features:
                 first += len(text.tokens)
 
     def prepare(self, report: Report, share: tuple[int, int] = (0, 1)) -> None:
-        """Record the shards that are missing and fit. share: (i, n) if this is process i of n, each of which does a part."""
+        """Record the shards that are missing and fit. share: (i, n) if this is process i of n."""
         by_shard: dict[Path, list[TokenIds]] = {}
         for sample in self.samples:
             by_shard.setdefault(sample.shard, []).append(sample.text.tokens)
