@@ -20,7 +20,7 @@ from edgeinfer.cli.streams import writing_result
 from edgeinfer.cli.terminal import Writer, terminal_width, visible
 
 _TAB = 4
-_LONGEST_START = 200  # characters of a line that do not tell its kind
+_LONGEST_START = 200  # most characters of a line that are read to find its kind
 _LONGEST_RULE = 20
 _CODE_STYLE = "36"
 _QUIET_STYLE = "2"
