@@ -37,10 +37,10 @@ _WHOLE = re.compile(r"```|~~~|\||\$\$|\\\[")  # beginnings of lines that are rea
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a list: its margin in the source, and the column of its text on the terminal."""
+    """An item of a list."""
 
-    source: int
-    text: int
+    source: int  # its margin in the source
+    text: int  # column of its text on the terminal
 
 
 class MarkdownWriter(Writer):

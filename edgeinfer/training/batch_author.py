@@ -118,7 +118,8 @@ def _check_known(params: SamplingParams) -> None:
     for name in (name for name, is_set in unknown.items() if is_set):
         raise InvalidArgument(
             f"torch samples by temperature, top_k, top_p, min_p and repeat_penalty: found {name} = "
-            f"{getattr(params, name)!r:.80}; name --author native, or --chat-share 0 where the model's file sets it"
+            f"{getattr(params, name)!r:.80}; set author = 'native' in --config, or chat_share = 0 if the model's file "
+            "has it"
         )
 
 

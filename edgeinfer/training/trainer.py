@@ -198,7 +198,9 @@ class Trainer:
         """Add a point to the curve, and write a checkpoint."""
         feature, token = (self._losses / max(1, self._n_losses)).tolist()
         if not math.isfinite(feature + token):
-            raise NumericalError(f"the loss is {feature} and {token} at step {self.progress.step}: lower --lr")
+            raise NumericalError(
+                f"the loss is {feature} and {token} at step {self.progress.step}: lower learning_rate (--config)"
+            )
         self._losses.zero_()
         self._n_losses = 0
         with self._rounded(done):

@@ -76,7 +76,7 @@ def test_texts_are_written_in_groups_whose_caches_fit(path: Path, monkeypatch: p
 
 def test_parameters_that_torch_does_not_sample_by_are_refused(path: Path) -> None:
     for options in ({"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}):
-        with pytest.raises(InvalidArgument, match=f"found {next(iter(options))} = .*--author native"):
+        with pytest.raises(InvalidArgument, match=f"found {next(iter(options))} = .*author = .native. in --config"):
             both_authors(path, [AnswerRequest(CONVERSATIONS[0], SamplingParams(seed=1, **options))])
 
 
