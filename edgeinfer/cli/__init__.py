@@ -110,7 +110,7 @@ def _takes_file(command: click.Command) -> bool:
 
 
 def _no_such_command(name: str) -> str:
-    """What to say about a command that does not exist."""
+    """The message for a command that does not exist."""
     if name.endswith(".gguf"):
         return f"{name} is no command: edgeinfer chat -m {name} talks with a model"
     near = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -118,7 +118,7 @@ def _no_such_command(name: str) -> str:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
-    """What to say about an error, and the exit code for it."""
+    """The message and the exit code for an error."""
     if isinstance(error, EdgeInferError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):

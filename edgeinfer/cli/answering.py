@@ -32,20 +32,20 @@ class Answering(Protocol):
         """The pieces, as they are made."""
 
     def close(self) -> None:
-        """Stop, and keep what there is."""
+        """Stop, and keep the answer so far."""
 
     @property
     def completion(self) -> Completion:
-        """The whole, at its end."""
+        """The whole answer, at its end."""
 
 
 def write_answer(
     engine: Engine, pieces: Answering, writer: Writer, reading: ProgressBar, thinking: Thinking | None = None
 ) -> Completion:
-    """Write the pieces as they come; gives the whole, "interrupted" after Ctrl-C.
+    """Write the pieces as they come; returns the whole answer, "interrupted" after Ctrl-C.
 
-    reading: the bar that the engine tells how much of the prompt is read; taken away before the first piece.  thinking:
-    what is told about the reasoning, None for nothing.
+    reading: bar for the reading of the prompt, which is closed before the first piece.  thinking: shows the reasoning,
+    None for nothing.
     """
     with reading, stopped_by_ctrl_c(engine):
         try:
@@ -74,7 +74,7 @@ def _tell(thinking: Thinking, piece: Piece) -> None:
 
 
 def note_calls(completion: Completion) -> None:
-    """Say which tools the model asked for: there are none here."""
+    """Say which tools the model called, as there are none here."""
     for call in completion.tool_calls:
         asked = call.text if call.name is None else f"{call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
         note(f"the model asks for a tool, and there is none: {asked}")
@@ -82,9 +82,9 @@ def note_calls(completion: Completion) -> None:
 
 @contextmanager
 def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
-    """Within, Ctrl-C ends the request that runs, at a point where nothing is half done.
+    """Within, Ctrl-C ends the running request between two steps.
 
-    Without a request, or pressed once more because the first one did not help, it is KeyboardInterrupt as always.
+    Without a request, or when it is pressed a second time, it raises KeyboardInterrupt.
     """
     presses = 0
 
@@ -102,7 +102,7 @@ def stopped_by_ctrl_c(engine: Engine) -> Iterator[None]:
 
 
 def finish_one_shot(engine: Engine, completion: Completion, as_json: bool, is_quiet: bool) -> None:
-    """What follows the only answer of a program run: JSON or a line of figures, and the exit code.
+    """After the only answer of a run: print JSON or a line of figures, and set the exit code.
 
     is_quiet: without that line.
     """
@@ -147,7 +147,7 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
 
 
 def _as_dict(timings: Timings) -> dict[str, object]:
-    """The timings as JSON can hold them."""
+    """The timings as JSON."""
     record = dataclasses.asdict(timings)
     for name in ("prompt_experts", "decode_experts"):
         if (reads := getattr(timings, name)) is not None:
@@ -159,14 +159,14 @@ def _as_dict(timings: Timings) -> dict[str, object]:
 
 
 def short_figures(completion: Completion) -> str:
-    """The tokens of an answer, and how fast they came after the first one."""
+    """The number of tokens of an answer, and the speed after the first one."""
     n, speed = completion.usage.completion_tokens, completion.timings.decode_tokens_per_second
     tokens = f"{n} token{'' if n == 1 else 's'}"
     return f"{tokens}, {speed:.1f} tok/s" if speed else tokens
 
 
 def figures(engine: Engine, completion: Completion) -> str:
-    """One line: how fast the prompt was read and the answer made, its drafts and experts, and the context in use."""
+    """One line: speed of prompt and answer, drafts, experts, and the context in use."""
     usage, timings = completion.usage, completion.timings
     return (
         f"[prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} cached, "
@@ -179,7 +179,7 @@ def figures(engine: Engine, completion: Completion) -> str:
 
 
 def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[str]:
-    """Lines about the model, the context of which n_past tokens are taken, the memory, and the last answer."""
+    """Lines about the model, the context (n_past tokens are in use), the memory, and the last answer."""
     from edgeinfer.common.arguments import human_bytes
 
     lines = [f"model    {engine.name} ({engine.path})", f"engine   {engine.backend}, {engine.device.n_threads} threads"]
@@ -194,7 +194,7 @@ def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[st
     speculation = None if last is None else last.timings.speculation
     for name, placed in ({} if engine.speculator is None else engine.speculator.placements).items():
         is_idle = speculation is not None and name not in {**speculation.by_drafter, **speculation.dropped}
-        why = "; not asked in the last answer, where it promised less than it would have taken" if is_idle else ""
+        why = "; not used in the last answer, as it would have taken more time than it saves" if is_idle else ""
         lines.append(f"drafts   {name} on {placed.device}{why}")
     if last is not None:
         lines.append(f"last     {figures(engine, last)} seed {last.params.seed}")
@@ -205,7 +205,7 @@ def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[st
 
 
 def sampling_line(params: SamplingParams) -> str:
-    """How tokens were chosen: the usual fields, and of the others those that are not the general defaults."""
+    """How tokens were chosen: the usual fields, and others that differ from the general defaults."""
     from edgeinfer.sampling import SamplingParams
 
     default, always = SamplingParams().to_json(), ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
@@ -215,7 +215,7 @@ def sampling_line(params: SamplingParams) -> str:
 
 
 def _drafts(speculation: Speculation | None) -> str:
-    """The part of `figures` about drafts, empty where none was checked."""
+    """The part of `figures` about drafts, empty where none was verified."""
     if speculation is None or not speculation.by_drafter:
         return ""
     accepted = ", ".join(f"{name} {of.accepted}/{of.drafted}" for name, of in speculation.by_drafter.items())
@@ -233,7 +233,7 @@ def _experts(reads: ExpertReads | None, n_tokens: int) -> str:
 
 
 def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
-    """Lines with what the expert cache did for an answer of so many tokens."""
+    """Lines about the expert cache, for an answer of n_tokens tokens."""
     from edgeinfer.common.arguments import human_bytes
 
     lines = []
@@ -249,7 +249,7 @@ def expert_lines(timings: Timings, n_tokens: int) -> list[str]:
 
 
 def memory_lines(ledger: Ledger) -> list[str]:
-    """Lines with what is taken of what was planned, by purpose."""
+    """Lines with the planned memory and the part of it in use, by purpose."""
     from edgeinfer.common.arguments import human_bytes
 
     def taken_of(planned: int, taken: int | None) -> str:
@@ -264,7 +264,7 @@ def memory_lines(ledger: Ledger) -> list[str]:
 
 
 def speculation_table(speculation: Speculation) -> list[str]:
-    """Lines with all that is known about the drafts of an answer."""
+    """Lines with all figures about the drafts of an answer."""
     lines = [
         f"drafts   {speculation.tokens} tokens in {speculation.steps} steps, {speculation.rejected} rejected, "
         f"about {speculation.speedup:.2f}x plain",

@@ -119,7 +119,7 @@ def _run(model: Path | None, threads: int | None, budget: str | None, rounds: in
 
 
 def _engines(file: ModelFile, options: LoadOptions, against: str | None) -> dict[str, PlannedModel]:
-    """What is measured, ours first, by the name that the report calls it. Raises InvalidArgument."""
+    """The models to measure, by their names in the report, ours first. Raises InvalidArgument."""
     from edgeinfer.loading.plan import plan_beside, plan_without_drafters
 
     with warnings_as_notes():

@@ -52,7 +52,7 @@ _OPTIONS = (
 
 
 def chat_options(command: Command) -> Command:
-    """Adds -p, -sys, --session and what else a chat alone has."""
+    """Adds -p, -sys, --session and the other options that only a chat has."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -91,7 +91,7 @@ def chat(
     message = _one_message(text_or_prompt(texts, prompt))
     if as_json and message is None:
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
-    sampling_given(flags)  # refuses what is out of range before a model is loaded
+    sampling_given(flags)  # refuses values out of range before a model is loaded
     with ExitStack() as opened:
         session = None
         if session_name is not None:
@@ -107,7 +107,7 @@ def chat(
 
 
 def _import_ahead(is_conversation: bool) -> None:
-    """Load what shows answers before the model, so that the memory plan counts it."""
+    """Import what shows answers before the model is loaded, so that the memory plan counts it."""
     if is_conversation:
         importlib.import_module("edgeinfer.cli.repl")
     if is_conversation or sys.stdout.isatty():
@@ -166,7 +166,7 @@ def _list_sessions() -> None:
 
 
 def _one_message(prompt: str | None) -> str | None:
-    """The message to answer before leaving, None for a conversation. Raises InvalidArgument if it is empty."""
+    """The only message to answer, None for a conversation. Raises InvalidArgument if it is empty."""
     piped = read_input(beside_prompt=prompt is not None)
     if prompt is None and piped is None:
         return None
@@ -177,7 +177,7 @@ def _one_message(prompt: str | None) -> str | None:
 
 
 def _history_file() -> Path | None:
-    """Where typed messages are kept, readable for their owner only; None with a note where that cannot be."""
+    """The file of typed messages, readable for its owner only; None with a note if there can be none."""
     folder = state_folder()
     if folder is None:
         note("typed messages are not kept: this user has no home folder, set HOME or XDG_STATE_HOME")

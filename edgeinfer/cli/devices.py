@@ -27,7 +27,7 @@ def devices(as_json: bool) -> None:
 
 
 def _cpu() -> dict[str, Any]:
-    """The CPU, and why the native engine does not run on it, if so."""
+    """The CPU, and the reason if the native engine does not run on it."""
     from edgeinfer.common import devices as machine
 
     isa, isas, not_compiled, reason = None, [], [], None
@@ -51,7 +51,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _opencl() -> dict[str, Any]:
-    """The devices of OpenCL, each with the reason why it cannot be used, if so; and why there is none."""
+    """The devices of OpenCL, each with the reason if it cannot be used, and the reason if there is none."""
     from edgeinfer.backends.opencl.probe import probe_devices
     from edgeinfer.speculation.placement import names_of
 
@@ -65,7 +65,7 @@ def _opencl() -> dict[str, Any]:
 
 
 def _onnx() -> dict[str, Any]:
-    """The execution providers of ONNX Runtime, and the reasons, as `_opencl` gives them."""
+    """The execution providers of ONNX Runtime, with reasons as in `_opencl`."""
     from edgeinfer.backends.onnx.probe import probe_providers
     from edgeinfer.common import devices as machine
     from edgeinfer.speculation.placement import names_of_providers
@@ -75,7 +75,7 @@ def _onnx() -> dict[str, Any]:
     records: list[dict[str, Any]] = []
     for name, (info, why_not) in zip(names, found, strict=True):
         record = {"name": info.name, "version": info.version, "hardware": info.devices, "operators": info.style}
-        # What a graphics card has left ONNX Runtime does not say.
+        # ONNX Runtime does not report the free memory of a GPU.
         memory = machine.available_memory() if info.is_cpu else None
         records.append(record | {"draft_device": name, "available_memory_bytes": memory, "reason": why_not})
     return {"devices": records, "reason": reason}

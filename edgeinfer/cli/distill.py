@@ -147,12 +147,12 @@ def distill(
 
 
 def _flags(command: click.Command) -> dict[str, str]:
-    """The options by the names that a key would have."""
+    """The options by the names that they would have as keys."""
     return {long_name(each)[2:].replace("-", "_"): long_name(each) for each in command.params if each.opts[0][0] == "-"}
 
 
 def _settings(kind: type[Settings], options: dict[str, Any]) -> Settings:
-    """The options as settings. Raises InvalidArgument for those that do not go together."""
+    """The options as settings. Raises InvalidArgument for a conflict."""
     disk_gib = options.pop("disk_gib")
     if options["max_tokens"] >= options["context"]:
         raise InvalidArgument(

@@ -14,10 +14,10 @@ _ENDING = ("SIGTERM", "SIGHUP")  # the latter when a terminal is closed; Windows
 
 @contextmanager
 def ended_by_signals(left: Callable[[], str]) -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP do what Ctrl-C does: files that are half written go, and processes that were started.
+    """Within, SIGTERM and SIGHUP act as Ctrl-C: half-written files are removed, and started processes are ended.
 
     left: called afterwards, says what stays for another try. Raises Interrupted with this sentence, and with the exit
-    code that shells give to such an end.
+    code that shells use for the signal.
     """
     ended: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What `edgeinfer bench --expert-cache` prints: a line for each size of the expert cache."""
+"""The output of `edgeinfer bench --expert-cache`: a line for each size of the expert cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HEAD = f"{'cache':>10}{'share':>7}{'tok/s':>9}{'read a token':>14}{'hits':>8}{'
 
 
 def check_together(expert_cache: str | None, check_logits: bool, others: dict[str, object]) -> None:
-    """Raises click.UsageError for flags that do not go together. others: flags of the other measurement, as given."""
+    """Raises click.UsageError for flags in conflict. others: flags of the other measurement, as given."""
     if expert_cache is None:
         if check_logits:
             raise click.UsageError("--check-logits compares expert caches: name their sizes with --expert-cache")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _TARGETS = ("gguf", "genai", "litertlm", "mnn", "pte", "onnx", "ternary")
 _PACKAGES = ("genai", "litertlm", "mnn", "pte")
 _QUANTISED = ("gguf", *_PACKAGES, "onnx")
-_ONLY_FOR = {  # the targets of options that not all of them have
+_ONLY_FOR = {  # targets of an option, where not all have it
     **dict.fromkeys(("type", "imatrix", "calibration", "size", "fit", "cost"), _QUANTISED),
     **dict.fromkeys(("model_draft", "hf_repo_draft", "drafter"), _PACKAGES),
     **dict.fromkeys(("n_ctx", "no_check"), _QUANTISED),
@@ -41,10 +41,10 @@ _ONLY_FOR = {  # the targets of options that not all of them have
     **dict.fromkeys(("format", "head"), ("ternary",)),
     **dict.fromkeys(("operators", "external_data"), ("onnx",)),
 }
-# What comes with OUT: a manifest; of gguf what an export that goes on needs, and what it measured; of onnx the weights.
+# Files beside OUT: a manifest; of gguf, the state of an export to resume and its measurements; of onnx, the weights.
 _BESIDE = (".manifest.json", ".partial", ".partial.journal", ".partial.journal.new", ".auto.jsonl", ".data")
-_FIELDS = ("type", "imatrix", "calibration", "n_ctx", "resume", "cost")  # of Request, as they are given
-_OTHERS = ("size", "fit", "model_draft", "hf_repo_draft", "drafter", "no_check")  # of which fields are made
+_FIELDS = ("type", "imatrix", "calibration", "n_ctx", "resume", "cost")  # fields of Request, unchanged
+_OTHERS = ("size", "fit", "model_draft", "hf_repo_draft", "drafter", "no_check")  # from which fields are made
 
 
 @click.command(cls=ModelCommand, model="source", draft="model_draft", others=("model",), may_be_folder=True)
@@ -140,9 +140,9 @@ def export(
 
 
 def run_export(to: str, request: Request, dry_run: bool, overwrite: bool) -> None:
-    """Plan, write and check; the notes, and what came of it.
+    """Plan, write and check, with notes and a report.
 
-    Raises InvalidArgument where something would be replaced without `overwrite`, and what the target raises.
+    Raises InvalidArgument where something would be replaced without `overwrite`, and the errors of the target.
     """
     from edgeinfer.exporters.targets import check_places, files_replaced
 
@@ -170,7 +170,7 @@ def _export(to: str, request: Request, dry_run: bool) -> None:
         for line in plan_lines(plan):
             note(line)
         check_room(plan, request.out)
-        # Of the files as they are now: afterwards they may be gone.
+        # Read now, as the files may be gone afterwards.
         read = read_records(request) if TARGETS[to].has_manifest else {}
         result = _written(target, request, plan)
         if TARGETS[to].has_manifest:
@@ -179,7 +179,7 @@ def _export(to: str, request: Request, dry_run: bool) -> None:
 
 
 def _left(to: str, request: Request) -> str:
-    """What an export that was stopped leaves, a part of a sentence."""
+    """What an interrupted export leaves, as a part of a sentence."""
     from edgeinfer.exporters.auto.choice import state_path
     from edgeinfer.exporters.gguf.partial import journal_path, partial_path
 
@@ -191,7 +191,7 @@ def _left(to: str, request: Request) -> str:
 
 
 def _check_options(context: click.Context, to: str) -> None:
-    """Raises InvalidArgument for options that do not go with the target or with one another."""
+    """Raises InvalidArgument for options in conflict with the target or with one another."""
     from edgeinfer.common.errors import InvalidArgument
 
     for option in context.command.params:
@@ -210,7 +210,7 @@ def _check_options(context: click.Context, to: str) -> None:
 
 
 def _check_measured(given: dict[str, Any]) -> None:
-    """Raises InvalidArgument for options of --type auto and --imatrix that lack their partner, before a long pass."""
+    """Raises InvalidArgument, before a long pass, if --type auto or --imatrix lacks an option that it needs."""
     from edgeinfer.common.errors import InvalidArgument
 
     is_auto = (given["type"] or "").lower() == "auto"
@@ -251,7 +251,7 @@ def _request(to: str, source: Path, out: Path, flags: dict[str, Any]) -> Request
 
 
 def _size_that_fits(source: Path, memory: int, n_ctx: int | None) -> int:
-    """Bytes of weights with which a load takes no more than that. Raises BudgetExceeded, ModelFileError."""
+    """Most bytes of weights with which a load fits into memory. Raises BudgetExceeded, ModelFileError."""
     from edgeinfer.exporters.source import open_source
     from edgeinfer.exporters.virtual_file import model_file_of
     from edgeinfer.loading.weight_size import weight_bytes_that_fit
@@ -293,14 +293,14 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def _planned(target: Any, request: Request) -> Plan:
-    """The plan, with the progress of what it measures."""
+    """The plan, with progress while it measures."""
     with ReportLines() as lines:
         plan: Plan = target.plan(replace(request, report=lines))
     return plan
 
 
 def _written(target: Any, request: Request, plan: Plan) -> Result:
-    """What the target writes, with its progress in bytes."""
+    """Write, with progress in bytes."""
     from edgeinfer.common.arguments import human_bytes
 
     total = sum(plan.files.values())

@@ -54,7 +54,7 @@ def fpga() -> None:
 
 
 def _design_options(command: Command) -> Command:
-    """The options that a plan and an export have: the board, and the engine on it."""
+    """Adds the options of a plan and of an export: the board, and the engine on it."""
     for option in reversed(_DESIGN_OPTIONS):
         command = option(command)
     return command

@@ -1,6 +1,6 @@
 """The options of a command in groups, for --help; colours on a terminal only.
 
-A group has options by the names of their parameters, most used first. What is in no group is in the last one.
+A group lists options by the names of their parameters, most used first. Options without a group are in the last one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that ha
 
 
 def write_options(command: click.Command, context: click.Context, formatter: click.HelpFormatter) -> None:
-    """The options of a command, a section for each group."""
+    """Write the options of a command, a section for each group."""
     records = {each.name or "": record for each in command.get_params(context) if (record := _record(each, context))}
     for title, names in _grouped(command.name or "", list(records)):
         with formatter.section(_styled(title, bold=True)):

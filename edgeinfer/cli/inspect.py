@@ -1,4 +1,4 @@
-"""`edgeinfer inspect`: what a model file says of itself."""
+"""`edgeinfer inspect`: the contents of a model file."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def inspect(file: Path, tensors: bool, metadata: bool, as_json: bool) -> None:
 
 
 def _summary(model: ModelFile) -> dict[str, Any]:
-    """The figures of both outputs; what the file does not say is None."""
+    """The figures of both outputs; None for those that the file lacks."""
     from edgeinfer.offload.file_experts import experts_of
 
     def said(key: str) -> Any:
@@ -131,7 +131,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _tensor_lines(model: ModelFile) -> Iterator[str]:
-    """One line a tensor: name, shape in numpy's order, type, bytes, offset."""
+    """A line per tensor: name, shape in numpy's order, type, bytes, offset."""
     from edgeinfer.common.arguments import human_bytes
 
     for info in model.tensors.values():
@@ -154,12 +154,12 @@ def _shown(value: MetadataValue) -> str:
 
 
 def _said(value: object) -> str:
-    """A value that the file may lack, or have as something else than expected."""
+    """A value that the file may lack, or have in another type."""
     return "-" if value is None else _cut(_line(str(value)))
 
 
 def _line(text: str) -> str:
-    """A text from the file on one line, with nothing in it that commands the terminal."""
+    """A text from the file on one line, without control characters."""
     return one_line(text[: 4 * _WIDEST_VALUE])
 
 
@@ -168,7 +168,7 @@ def _cut(text: str) -> str:
 
 
 def _human_count(n: int) -> str:
-    """A number with its thousands apart, and short where it is large: "1,543,714,304 (1.54 B)"."""
+    """A number with separators, and a short form if it is large: "1,543,714,304 (1.54 B)"."""
     for size, letter in ((10**9, "B"), (10**6, "M")):
         if n >= size:
             return f"{n:,} ({n / size:.3g} {letter})"

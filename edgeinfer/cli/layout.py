@@ -13,7 +13,7 @@ _CLOSING = frozenset(
 )
 _OPENING = frozenset("([{\u2018\u201c\u3008\u300a\u300c\u300e\u3010\uff08")
 _TAB = 8
-_WORDS_ROOM = 24  # columns that an indented line has for words, if it can
+_WORDS_ROOM = 24  # columns for the words of an indented line, if there is room
 
 Piece = tuple[str, str]
 """A text and its style: the parameters of an SGR sequence, such as "1;3", or "" for none."""
@@ -48,10 +48,10 @@ def most_cells(text: str) -> int:
 
 
 class Layout:
-    """Breaks styled text into lines between words, and puts out each word as soon as its end is known.
+    """Breaks styled text into lines between words, and writes each word as soon as its end is known.
 
-    A word that is longer than a line is put out as it is: a terminal breaks it, and it can be copied whole. With `cuts`
-    it is cut. `put` gets the parts of lines, `end` is called where one ends.
+    A word that is longer than a line is written as it is: the terminal breaks it, and it can be copied whole. With
+    `cuts` it is cut. `put` is called with the parts of lines, `end` at the end of each.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Layout:
         return self._is_open
 
     def start(self, first: Sequence[Piece] = (), rest: Sequence[Piece] = ()) -> None:
-        """Go to a new line, which begins with `first`; those that it goes on in begin with `rest`."""
+        """Begin a new line with `first`; its continuation lines begin with `rest`."""
         self.end_line()
         self._first, self._rest = first, rest
 
@@ -96,7 +96,7 @@ class Layout:
         self._put(text, style)
 
     def new_line(self) -> None:
-        """Go on in a new line of the same block."""
+        """Continue in a new line of the same block."""
         self.end_line(at_least_one=True)
 
     def end_line(self, at_least_one: bool = False) -> None:
@@ -109,7 +109,7 @@ class Layout:
         self._is_open, self._space, self._has_word = False, None, False
 
     def flush(self) -> None:
-        """Put out the word that has begun."""
+        """Write the word that has begun."""
         if not self._word:
             return
         word, self._word = self._word, []
@@ -140,7 +140,7 @@ class Layout:
             self._word.append((text, style))
 
     def _append_cjk(self, text: str, style: str) -> None:
-        """A line may break before and after a letter of these scripts, but not before what closes or ends."""
+        """A line may break before and after a letter of these scripts, but not before closing punctuation."""
         for cluster in clusters(text):
             last = self._word[-1][0][-1] if self._word else ""
             is_break = last and (_IS_CJK.match(cluster) or _IS_CJK.match(last))
@@ -149,7 +149,7 @@ class Layout:
             self._append(cluster, style)
 
     def _begin(self) -> None:
-        """Write what the line begins with, where it has not begun. It leaves room for words in a narrow terminal."""
+        """Begin the line, if it has not begun, with its prefix. In a narrow terminal this is cut to leave room."""
         if self._is_open:
             return
         room = max(self._width() // 2, 1)
@@ -175,7 +175,7 @@ class Layout:
 
 
 def wrapped(text: str, width: int, hang: int = 0) -> str:
-    """The text with line breaks between words; lines that go on are indented as the first one is, and by `hang`."""
+    """The text with line breaks between words; continuation lines are indented as the first one, and by `hang`."""
     lines = [line if cells(line) <= width else _wrapped_line(line, width, hang) for line in text.split("\n")]
     return "\n".join(lines)
 

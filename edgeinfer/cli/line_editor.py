@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.buffer import Buffer
 
 QUOTES = '"""'
-_MOST_BACK = 64  # characters before the cursor among which the beginning of one is looked for
+_MOST_BACK = 64  # characters before the cursor that are searched for the beginning of the one there
 _FIRST_STANDIN = 0xF0000  # private use
 
 

@@ -20,7 +20,7 @@ from edgeinfer.cli.streams import writing_result
 from edgeinfer.cli.terminal import Writer, terminal_width, visible
 
 _TAB = 4
-_LONGEST_START = 200  # characters of a line that do not tell its kind
+_LONGEST_START = 200  # most characters of a line that are read to find its kind
 _LONGEST_RULE = 20
 _CODE_STYLE = "36"
 _QUIET_STYLE = "2"
@@ -37,10 +37,10 @@ _WHOLE = re.compile(r"```|~~~|\||\$\$|\\\[")  # beginnings of lines that are rea
 
 @dataclass(frozen=True)
 class _Item:
-    """An item of a list: its margin in the source, and the column of its text on the terminal."""
+    """An item of a list."""
 
-    source: int
-    text: int
+    source: int  # its margin in the source
+    text: int  # column of its text on the terminal
 
 
 class MarkdownWriter(Writer):

@@ -27,10 +27,10 @@ _HF_REPO = "Model of Hugging Face, downloaded once.  [default of QUANT: Q4_K_M, 
 class ModelCommand(Command):
     """A command whose models may be files, names of models of this machine, or with -hf and -hfd models of the hub.
 
-    model: the parameter that names the model; where that is an option, -hf and -hff have variables as it has.  draft:
-    the one of a draft model.  others: of more files of models.  may_be_folder: they may be folders of Hugging Face.
-    finds: before the command runs, whose parameters are files then; else it calls find_models when it has looked
-    at its other flags.
+    model: the parameter of the model; if it is an option, -hf and -hff have environment variables as it has.  draft:
+    the parameter of a draft model.  others: those of further model files.  may_be_folder: they may be folders of
+    Hugging Face.  finds: names are replaced by files before the command runs; otherwise the command calls find_models
+    after checking its other flags.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelCommand(Command):
         return super().invoke(ctx)
 
     def _choose_model(self, ctx: click.Context) -> None:
-        """Of a repository and a model, leave what is meant. Raises click.UsageError where both are."""
+        """Keep one of repository and model. Raises click.UsageError if both are given."""
         if isinstance(self._parameter(self._model), click.Option):
             both = "-m and -hf both name a model (EDGEINFER_MODEL, EDGEINFER_HF_REPO): leave one out"
             _leave_one(ctx, self._model, "hf_repo", both)
@@ -95,7 +95,7 @@ class ModelCommand(Command):
             names = [str(argument.name) for argument in self._required] or [self._model]
             if names == [self._model] or ctx.params[names[-1]] is not None:
                 raise click.UsageError("-hf names a model, and so does MODEL: leave one out", ctx)
-            given = [ctx.params[name] for name in names]  # each of which is meant as the next argument
+            given = [ctx.params[name] for name in names]  # each is meant as the next argument
             ctx.params.update(zip(names, [None, *given], strict=False))
 
     def _parameter(self, name: str) -> click.Parameter:
@@ -103,7 +103,7 @@ class ModelCommand(Command):
 
 
 def _leave_one(ctx: click.Context, name: str, repo: str, both: str) -> None:
-    """Of two options the one of the command line, where the other one is a variable's. Raises click.UsageError."""
+    """Of two options keep the one on the command line, if the other is a variable's. Else raises click.UsageError."""
     if ctx.params[name] is None or ctx.params[repo] is None:
         return
     sources = [ctx.get_parameter_source(each) for each in (name, repo)]
@@ -122,7 +122,7 @@ def find_models(
     others: Sequence[str] = (),
     may_be_folder: bool = False,
 ) -> dict[str, Any]:
-    """The flags of a ModelCommand with a file in the place of each name. Downloads what -hf and -hfd ask for.
+    """The flags of a ModelCommand with names replaced by files. Downloads the models of -hf and -hfd.
 
     Raises what `find_model` and `fetch` raise, and ModelNotFound where there is no file of a draft model.
     """
@@ -143,7 +143,7 @@ def find_models(
 
 
 def shown_name(flags: Mapping[str, Any], engine: Engine) -> str:
-    """What a chat calls its model: as it was named, and as the file calls itself where that tells something else."""
+    """The name of a chat's model: as the user named it, with the file's own name if that differs."""
     if flags["hf_repo"] is not None:
         name = str(flags["hf_repo"])
     else:
@@ -160,7 +160,7 @@ def _option(*names: str, variable: bool, **settings: Any) -> click.Option:
 
 
 def _found(flags: Mapping[str, Any], name: str, may_be_folder: bool = False, must_be_there: bool = False) -> Path:
-    """The file that an option names. An error names the variable that it is from."""
+    """The file that an option names. Errors name the environment variable, if the value is from one."""
     from edgeinfer.library.names import find_model
 
     variable = _variable_of(flags, name)
@@ -177,7 +177,7 @@ def _found(flags: Mapping[str, Any], name: str, may_be_folder: bool = False, mus
 
 
 def _check_there(path: Path) -> None:
-    """Raises ModelNotFound, which says why, where there is no file of that name."""
+    """Raises ModelNotFound, with the reason, if there is no file of that name."""
     if not path.is_file():
         from edgeinfer.models.gguf import ModelFile
 
@@ -185,7 +185,7 @@ def _check_there(path: Path) -> None:
 
 
 def _variable_of(flags: Mapping[str, Any], name: str) -> str | None:
-    """The variable that gave an option its value, None where something else did."""
+    """The environment variable that an option's value is from, None if it is from elsewhere."""
     context = click.get_current_context(silent=True)
     if context is None or context.params.get(name) is not flags[name]:  # as after /model
         return None

@@ -1,4 +1,4 @@
-"""`edgeinfer models`: the models that are on this machine already, by the names that -m takes."""
+"""`edgeinfer models`: the models on this machine, by the names that -m takes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def models(as_json: bool) -> None:
 
 
 def _row(model: LocalModel) -> dict[str, Any]:
-    """What is shown of a model."""
+    """The facts about a model."""
     from edgeinfer.profiler.summary import summarise
 
     problem, summary = model.problem, None
@@ -95,7 +95,7 @@ def _document(found: LocalModels, listed: Sequence[dict[str, Any]]) -> dict[str,
 
 
 def _lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A table, on a narrow terminal with names on lines of their own; below what cannot be used stands why."""
+    """A table; on a narrow terminal, names have lines of their own. Reasons stand below models that cannot be used."""
     cells = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     is_wide = not sys.stdout.isatty() or sum(widths) + 2 * len(widths) <= shutil.get_terminal_size().columns
@@ -130,7 +130,7 @@ def _end(row: dict[str, Any]) -> str:
 
 
 def _notes(found: LocalModels, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """What is not in the table."""
+    """Notes on what is not in the table."""
     others: dict[str, int] = {}
     for row in rows:
         if row["problem"] is None and row["kind"] not in ("model", "draft head"):

@@ -1,4 +1,4 @@
-"""Flags that commands share, and what is made of them: an engine, sampling parameters, a prompt."""
+"""Flags that commands share, and what they make of them: an engine, sampling parameters, a prompt."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 _Texts = TypeVar("_Texts", str, "tuple[str, ...]", None)
 _DRAFTERS = ("auto", "none", "suffix", "recycling")
-_SIMULATED = "fpga-sim"  # for boards, and so for `edgeinfer fpga simulate` alone
+_SIMULATED = "fpga-sim"  # only for `edgeinfer fpga simulate`
 _BACKENDS = tuple(name for name in get_args(BackendName) if name != _SIMULATED)
-_CACHE_TYPES = ("f16", "q8_0")  # of CacheType those that llama.cpp has, too
+_CACHE_TYPES = ("f16", "q8_0")  # those of CacheType that llama.cpp also has
 
 
 class FileName(click.Path):
@@ -50,9 +50,10 @@ class FileName(click.Path):
 
 
 class OutputName(FileName):
-    """The type of options that name what is written.
+    """The type of options that name an output.
 
-    beside: endings of further files that are written with it.  keeps: what is there is replaced with --overwrite only.
+    beside: endings of further files that are written with it.  keeps: an existing output is replaced only with
+    --overwrite.
     """
 
     def __init__(self, *beside: str, keeps: bool = False, **checks: Any) -> None:
@@ -61,7 +62,7 @@ class OutputName(FileName):
 
 
 class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
-    """The type of options whose text may name a file that is read.  name_in: that name, None where there is none."""
+    """The type of options whose text may name an input file.  name_in: returns that name, or None."""
 
     name = "text"
 
@@ -70,12 +71,12 @@ class MayNameFile(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # g
 
     @classmethod
     def but(cls, *words: str) -> MayNameFile:
-        """Of a text that is a file, if it is none of these words."""
+        """For a text that is one of these words, or else a file."""
         return cls(lambda text: None if text in words else text)
 
 
 class Choice(click.Choice):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.2
-    """A choice of words.  elsewhere: of further words, what to do instead, a sentence."""
+    """A choice of words.  elsewhere: for further words, a sentence on what to do instead."""
 
     def __init__(self, choices: Sequence[str], **elsewhere: str) -> None:
         super().__init__(choices)
@@ -101,7 +102,7 @@ class _DrafterName(click.Choice):  # type: ignore[type-arg,unused-ignore]  # gen
 
 
 class _DraftMax(click.IntRange):
-    """The type of --draft-max, one spelling of which named drafters once."""
+    """The type of --draft-max. One of its spellings used to name drafters."""
 
     name = "integer range"
 
@@ -122,12 +123,12 @@ def long_name(option: click.Parameter) -> str:
 
 
 def out_option(type: OutputName, **settings: Any) -> Callable[[Command], Command]:
-    """-o, which names what a command writes."""
+    """-o, which names the output of a command."""
     return click.option(*("-o", "--out", "--output", "--output-file", "out"), type=type, **settings)
 
 
 def variable_option(*names: str, **settings: Any) -> Callable[[Command], Command]:
-    """A flag that a variable of the environment can set too: EDGEINFER_CTX_SIZE stands for --ctx-size."""
+    """A flag that an environment variable can set too: EDGEINFER_CTX_SIZE for --ctx-size."""
     return click.option(*names, envvar=variable_of(*names), show_envvar=True, **settings)
 
 
@@ -136,9 +137,9 @@ _ESCAPED = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}  # the others stand for thems
 
 
 def read_escapes(text: str) -> str:
-    r"""The text with \n, \r, \t, \', \", \\ and \xHH (a byte of UTF-8) as what they stand for.
+    r"""The text with \n, \r, \t, \', \", \\ and \xHH (a byte of UTF-8) replaced by what they stand for.
 
-    All else that begins with a backslash stays as it is, as in llama.cpp.
+    Other sequences with a backslash are unchanged, as in llama.cpp.
     """
     data = _ESCAPE.sub(
         lambda part: _ESCAPED.get(part[1], part[1]) if part[1] else bytes([int(part[2], 16)]),
@@ -151,7 +152,7 @@ def read_escapes(text: str) -> str:
 
 
 def escaped_text(context: click.Context, parameter: click.Parameter, value: _Texts) -> _Texts:
-    """Callback of flags whose values are texts: escapes are read, unless --no-escape is given."""
+    """Callback of flags whose values are texts. Reads escapes, unless --no-escape is given."""
     if not context.params.get("escape", True) or value is None:
         return value
     return read_escapes(value) if isinstance(value, str) else tuple(map(read_escapes, value))
@@ -171,7 +172,7 @@ stop_option = click.option(
 
 
 def load_option(field: str, **settings: Any) -> Callable[[Command], Command]:
-    """The flag of an option of LoadOptions, as it is described there. settings: of click, the type among them."""
+    """The flag of an option of LoadOptions, as described there. settings: click's, such as the type."""
     default, about = options_of(LoadOptions)[field]
     if default is not None and not isinstance(default, bool) and "[default: " not in about.help:
         settings = {"default": default, "show_default": True} | settings
@@ -179,14 +180,14 @@ def load_option(field: str, **settings: Any) -> Callable[[Command], Command]:
 
 
 def load_keywords(flags: dict[str, Any]) -> LoadKeywords:
-    """What the flags say about loading: what is None is not said."""
+    """The flags about loading as keywords of `load`, without those that are None."""
     given = {name: flags[name] for name in options_of(LoadOptions) if flags.get(name) is not None}
     given |= {} if (cache_type := _cache_type_of(flags)) is None else {"cache_type": cache_type}
     return cast("LoadKeywords", given | {"draft": draft_of(flags)})
 
 
 def _cache_type_of(flags: dict[str, Any]) -> str | None:
-    """What --cache-type, -ctk and -ctv mean together. Raises click.UsageError where they are two types."""
+    """The type that --cache-type, -ctk and -ctv name. Raises click.UsageError if they name two."""
     both, keys, values = (flags[name] for name in ("cache_type", "cache_type_k", "cache_type_v"))
     if keys is None and values is None:
         return None if both is None else str(both)
@@ -224,7 +225,7 @@ model_draft_option = variable_option(
     type=FileName(),
     help="GGUF file, or a name of `edgeinfer models`, of a draft model or a draft head.",
 )
-_PLAN_OPTIONS = (  # which `profile` has too
+_PLAN_OPTIONS = (  # of `profile` too
     load_option("n_ctx", type=click.IntRange(1)),
     load_option("cache_type", type=click.Choice(get_args(CacheType)), default=None, show_default=False),
     click.option(
@@ -259,7 +260,7 @@ _MODEL_OPTIONS = (
 backend_option = load_option(
     "backend", type=Choice(_BACKENDS, **{_SIMULATED: "`edgeinfer fpga simulate` runs a model on this backend."})
 )
-# The defaults are SamplingParams'. They are written here again because to import it would cost `--help` its speed.
+# The defaults are those of SamplingParams, repeated here because importing it would make `--help` slow.
 _SAMPLING_OPTIONS = (
     escape_option,
     variable_option(
@@ -355,7 +356,7 @@ def model_options(command: Command) -> Command:
 
 
 def plan_options(command: Command) -> Command:
-    """Adds -c --cache-type and what else of a load a plan depends on as it is; see load_keywords."""
+    """Adds -c, --cache-type and the other options that a plan takes as `load` does; see load_keywords."""
     return _with(command, _PLAN_OPTIONS)
 
 
@@ -371,7 +372,7 @@ def _with(command: Command, options: tuple[Callable[[Command], Command], ...]) -
 
 
 def open_engine(flags: dict[str, Any]) -> Engine:
-    """The engine that the flags of model_options ask for; warnings become notes, and a long load shows a bar."""
+    """The engine by the flags of model_options. Warnings become notes, and a long load shows a bar."""
     from edgeinfer.cli.model_names import find_models
     from edgeinfer.loading.open import load
 
@@ -388,23 +389,23 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
-    """What -md and --drafter mean together. Raises click.UsageError where they exclude each other."""
+    """The drafters that -md and --drafter name. Raises click.UsageError for a conflict."""
     from edgeinfer.speculation.draft_names import MODEL_FREE
 
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
         return str(draft)
     if draft == "none":
-        raise click.UsageError("-md names a model to draft with, and --drafter none forbids to: leave one out")
+        raise click.UsageError("-md names a draft model, but --drafter none switches drafting off: leave one out")
     file = str(model)
     if file in ("auto", "none", *MODEL_FREE):
-        file = os.path.join(".", file)  # a file always, also one that is called as a drafter is
+        file = os.path.join(".", file)  # always a file, even if its name is that of a drafter
     return file if draft == "auto" else [draft, file]
 
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """What warns within becomes notes at the end, unless that is an error."""
+    """Warnings within become notes at the end, unless it ends with an error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         yield
@@ -413,7 +414,7 @@ def warnings_as_notes() -> Iterator[None]:
 
 
 def sampling_given(flags: dict[str, Any]) -> SamplingOptions:
-    """What the flags of sampling_options say about the choice of tokens. Raises InvalidArgument, click.UsageError."""
+    """The sampling parameters by the flags of sampling_options. Raises InvalidArgument, click.UsageError."""
     from edgeinfer.sampling import SamplingParams
 
     given: dict[str, Any] = {name: flags[name] for name in _SAMPLING_NAMES if flags[name] is not None}
@@ -423,7 +424,7 @@ def sampling_given(flags: dict[str, Any]) -> SamplingOptions:
         given["dry_sequence_breakers"] = () if breakers == ("none",) else breakers
     if flags["logit_bias"]:
         given["logit_bias"] = dict(map(_bias, flags["logit_bias"]))
-    SamplingParams(**given)  # refuses what is out of range, before a model is loaded
+    SamplingParams(**given)  # refuses values out of range, before a model is loaded
     return cast("SamplingOptions", given)
 
 
@@ -436,12 +437,12 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 def max_tokens(flags: dict[str, Any]) -> int | None:
-    """Most tokens to make, None without a limit."""
+    """Most tokens to generate, None without a limit."""
     return None if flags["predict"] == -1 else flags["predict"]
 
 
 def text_or_prompt(texts: tuple[str, ...], prompt: str | None) -> str | None:
-    """The text of text_argument, or of -p. Raises click.UsageError where there are several, or a model is one."""
+    """The text of text_argument, or of -p. Raises click.UsageError for several texts, or the name of a model file."""
     for text in texts:
         if text.endswith(".gguf"):
             raise click.UsageError(f"{text} looks like a model: name it with -m, or give a text that ends so with -p")
@@ -453,10 +454,9 @@ def text_or_prompt(texts: tuple[str, ...], prompt: str | None) -> str | None:
 
 
 def read_input(beside_prompt: bool) -> str | None:
-    """Standard input where it is no terminal, else None. Raises InvalidArgument if it is no UTF-8.
+    """The text on standard input, None if that is a terminal. Raises InvalidArgument if it is no UTF-8.
 
-    beside_prompt: there is a prompt already; then only a pipe or a file is read, so that a service's /dev/null or
-    terminal is left alone.
+    beside_prompt: there is a prompt already. Then only a pipe or a file is read, not a service's /dev/null or terminal.
     """
     if sys.stdin.isatty() or (beside_prompt and not _is_pipe_or_file()):
         return None

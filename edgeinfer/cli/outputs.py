@@ -1,4 +1,4 @@
-"""What a command writes is none of what it reads: its options say by their types which files are which.
+"""Keeps a command from writing a file that it reads. The types of its options tell inputs from outputs.
 
 `OutputName` is written; every other `FileName`, and each file within the text of a `MayNameFile`, is read. `Command`
 compares all of them, as files and not as names, before a command begins.
@@ -23,7 +23,7 @@ _SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def check_outputs(context: click.Context) -> None:
-    """Raises InvalidArgument where a command would write what it reads, one file twice, or what is to be kept.
+    """Raises InvalidArgument if a command would write an input, one file twice, or a file to keep.
 
     Changes nothing.
     """
@@ -47,7 +47,7 @@ def check_outputs(context: click.Context) -> None:
 
 
 def check_new(out: Path, replaced: Collection[Path], flag: str) -> None:
-    """Raises InvalidArgument where writing would replace something.  flag: the option that names out."""
+    """Raises InvalidArgument if writing would replace something.  flag: the option that names out."""
     if replaced:
         raise InvalidArgument(
             f"{out} is there already: name another output with {flag}, or replace it with --overwrite"
@@ -55,7 +55,7 @@ def check_new(out: Path, replaced: Collection[Path], flag: str) -> None:
 
 
 def _read(context: click.Context) -> Iterator[Path]:
-    """All files and folders that the command line names for reading, with those that are read with them."""
+    """The inputs that the command line names, and the files that are read with them."""
     for option in context.command.params:
         for path in _named(option, context.params.get(option.name or "")):
             yield path
@@ -64,10 +64,10 @@ def _read(context: click.Context) -> Iterator[Path]:
 
 
 def _named(option: click.Parameter, value: Any) -> Iterator[Path]:
-    """What the value of an option names for reading."""
+    """The inputs that the value of an option names."""
     if isinstance(option.type, OutputName):
         return
-    if value is None and isinstance(option, click.Argument):  # then it is the model, and the default one
+    if value is None and isinstance(option, click.Argument):  # then the default model is read
         from edgeinfer.loading.open import default_model
 
         with suppress(ModelNotFound):

@@ -14,7 +14,7 @@ from edgeinfer.common.files import check_writable, written_whole
 if TYPE_CHECKING:
     from edgeinfer.speculation.timeline import Event
 
-_IMAGES = {  # what files begin with, by the endings of their names
+_IMAGES = {  # first bytes of files, by the endings of their names
     ".png": (b"\x89PNG",),
     ".pdf": (b"%PDF",),
     ".svg": (b"<?xml", b"<svg"),
@@ -26,8 +26,8 @@ _IMAGES = {  # what files begin with, by the endings of their names
 
 
 def check_plot(target: Path | None) -> None:
-    """Before work that is to be plotted: raises BackendUnavailable without matplotlib, OSError for a file that cannot
-    be written, InvalidArgument for one that is or would be no image.
+    """Call before work that will be plotted. Raises BackendUnavailable without matplotlib, OSError for a file that
+    cannot be written, InvalidArgument for one that is or would be no image.
     """
     if target is None:
         return
@@ -52,7 +52,7 @@ def _is_image(path: Path) -> bool:
 
 @contextmanager
 def figure_into(target: Path, n_panels: int = 1, inches: tuple[float, float] | None = None) -> Iterator[Any]:
-    """The axes to plot into, one or an array side by side; the file is written at the end.  inches: width and height.
+    """The axes to plot into, one or an array for a row; the file is written at the end.  inches: width and height.
 
     The format follows from the file's ending, PNG without one. Raises BackendUnavailable without matplotlib, OSError,
     InvalidArgument.

@@ -1,4 +1,4 @@
-"""`edgeinfer profile`: what a model takes and how fast it will be, before it is loaded."""
+"""`edgeinfer profile`: memory and speed of a model, before it is loaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _run(model: Path | None, flags: dict[str, Any]) -> Profile:
 
 
 def _check_budget(found: Profile, memory: str | None) -> None:
-    """Raises BudgetExceeded where the memory that was given is too little. What is free here is no limit to a plan."""
+    """Raises BudgetExceeded if the given memory is too little. Free memory of this machine does not limit a plan."""
     from edgeinfer.common.arguments import human_bytes
     from edgeinfer.profiler.fit import LEAST_CONTEXT
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from edgeinfer.profiler.report import Profile
 
 _MIB, _GIB = 1 << 20, 1 << 30
-# From the bottom up: what does not change with the context first.
+# From the bottom up; purposes that do not change with the context come first.
 _PURPOSES = {
     "process": "#b0b0b0",
     "vocabulary": "#8c8c8c",
@@ -30,12 +30,12 @@ _PURPOSES = {
 _LABEL: dict[str, Any] = {"fontsize": 7, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}
 _BUDGET = "#cc3311"
 _POINTS = 200
-_LEAST_SHARE = 0.004  # of a purpose that the legend names: about a line's width
+_LEAST_SHARE = 0.004  # of a purpose in the legend: about a line's width
 _LINES = ("#4477aa", "#ee6677", "#228833", "#aa3377")
 
 
 def draw_profile(found: Profile, target: Path) -> None:
-    """Two panels, to a file that is written whole or not at all."""
+    """Draw two panels to a file, which is written atomically."""
     with figure_into(target, 2, (11, 4.4)) as (memory, speed):
         _draw_memory(found, memory)
         _draw_speed(found, speed)
@@ -43,7 +43,7 @@ def draw_profile(found: Profile, target: Path) -> None:
 
 
 def _draw_memory(found: Profile, axes: Any) -> None:
-    """Purposes on top of each other, the budget, and the context that was asked for."""
+    """Purposes on top of each other, the budget, and the requested context."""
     import numpy as np
 
     n_ctx = [row.n_ctx for row in found.contexts]

@@ -29,7 +29,7 @@ _DRAFTER_NAMES = ("auto", "none", *MODEL_FREE)
 
 
 def profile_lines(found: Profile) -> Iterator[str]:
-    """All of it, a line at a time."""
+    """The lines of a profile."""
     yield from _heading(found)
     yield ""
     yield from _ledger_lines(found)
@@ -187,7 +187,7 @@ def _fit_row(row: Fitted, is_of_experts: bool) -> list[str]:
 
 
 def verification_lines(found: Profile) -> Iterator[str]:
-    """Predicted against taken, by purpose, and expected against measured speed."""
+    """Planned against measured memory, by purpose, and expected against measured speed."""
     checked = found.verification
     if checked is None:
         return
@@ -219,7 +219,7 @@ def verification_lines(found: Profile) -> Iterator[str]:
 
 
 def _size(n_bytes: int) -> str:
-    """Bytes with as many digits as make plans of one model differ: "1272 MiB", "18.3 GiB"."""
+    """Bytes with enough digits to tell plans of one model apart: "1272 MiB", "18.3 GiB"."""
     if n_bytes >= 10 << 30:
         return f"{n_bytes / (1 << 30):.1f} GiB"
     return f"{n_bytes / (1 << 20):.{0 if n_bytes >= 100 << 20 else 1}f} MiB"
@@ -236,7 +236,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they must be: the first at the left, the last too, the others at the right."""
+    """Rows with aligned columns: the first one to the left, as is a last one without a name; others to the right."""
     cells = [list(names), *map(list, rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
     last = len(names) - 1

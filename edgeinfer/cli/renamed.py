@@ -1,4 +1,4 @@
-"""Options that had another name once: who types one is told the new name."""
+"""Options that were renamed. An error for an old name tells the new one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CONFIG = (
     *("steps", "steps_from", "rounded_from", "batch_tokens", "optimizer", "warm_up", "feature_weight", "token_weight"),
     *("decay", "noise", "evaluate_every", "gate_type", "author"),
 )
-RENAMED: Mapping[str, Mapping[str, str]] = {  # of each command: what became of an option
+RENAMED: Mapping[str, Mapping[str, str]] = {  # by command and old name: the new one
     "chat": _ASKED,
     "generate": _ASKED,
     "pack": {"--verify": "is --compare now"},
@@ -46,14 +46,14 @@ RENAMED: Mapping[str, Mapping[str, str]] = {  # of each command: what became of 
         "--lr": "is learning_rate of --config FILE.toml now",
     },
 }
-# The same of variables, of commands with an option of the name that there is now.
+# The same for variables: the new option, for the commands that have it.
 _VARIABLES = {"EDGEINFER_DRAFT": "--drafter", "EDGEINFER_VERIFY": "--check-pack"}
 
 
 def explained(error: click.UsageError, arguments: Sequence[str]) -> click.UsageError:
-    """What to say of a command line that cannot be parsed: of an option that has another name now, the new name.
+    """The error for a command line that cannot be parsed. For a renamed option it tells the new name.
 
-    -ngl, which there is not, is no -n with the value "gl".
+    An unknown option such as -ngl is not taken for -n with the value "gl".
     """
     command = error.ctx.command.name if error.ctx is not None else None
     if isinstance(error, click.NoSuchOption):
@@ -71,7 +71,7 @@ def explained(error: click.UsageError, arguments: Sequence[str]) -> click.UsageE
 
 
 def check_variables(command: click.Command, variables: Mapping[str, str]) -> None:
-    """Raises click.UsageError where a variable is set that has another name now."""
+    """Raises click.UsageError if a variable is set that was renamed."""
     flags = {name for each in command.params if each.envvar for name in each.opts}
     for old, flag in _VARIABLES.items():
         if flag in flags and old in variables:

@@ -42,7 +42,7 @@ _FAREWELLS = ("exit", "quit")  # as a whole message
 
 
 class _TerminalLost(EdgeInferError):
-    """There is nobody to talk with any more."""
+    """The terminal is gone."""
 
 
 class Repl:
@@ -93,7 +93,7 @@ class Repl:
         self.engine.close()
 
     def begin(self, system: str | None) -> None:
-        """Go on with the session, and greet. system: the system message, None to leave it."""
+        """Continue the session, and greet. system: the system message, None to keep it."""
         with warnings_as_notes():  # of a model without system messages
             if self._session is not None:
                 self._session.load(self.conversation)
@@ -133,14 +133,14 @@ class Repl:
                     note("the conversation is kept without this message: /save FILE writes it")
 
     def _read(self) -> str:
-        """What is typed, without the quotes around several lines."""
+        """The typed message, without the quotes around several lines."""
         try:
             return unquoted(self._lines.prompt("> "))
         except OSError as error:  # asking once more would fail for ever
             raise _TerminalLost(f"the terminal has gone or cannot be used: {reason(error)}") from error
 
     def _kept_turn(self, text: str) -> None:
-        """A turn, after which the session has what it changed."""
+        """A turn, after which the session is saved if it changed."""
         before = self.conversation.messages
         try:
             self._turn(text)
@@ -182,7 +182,7 @@ class Repl:
         return self._settings.params(self.engine.default_params)
 
     def _answer(self, ask: Callable[..., Answer], params: SamplingParams) -> None:
-        """Show an answer. Where the backend is lost, ask for it once more: a session may start its backend again."""
+        """Show an answer. If the backend is lost, try once more, as a session may restart its backend."""
 
         def show() -> None:
             bar = ProgressBar("reading the prompt")
@@ -233,7 +233,7 @@ class Repl:
         params = self._params
         if params.temperature == 0.0:
             note("at --temp 0 the answer is always the same")
-        # The same seed would say the same again.
+        # The same seed would give the same answer.
         self._n_regenerated += 1
         seed = None if params.seed is None else (params.seed + self._n_regenerated) % 2**64
         self._answer(self.conversation.regenerate, replace(params, seed=seed))
@@ -286,7 +286,7 @@ class Repl:
         self._greet()
 
     def _change_engine(self, engine: Engine) -> None:
-        """Go on with another engine; if it cannot chat, the one in use stays."""
+        """Switch to another engine; if it cannot chat, the one in use stays."""
         try:
             self.conversation = self.conversation.moved_to(engine)
         except BaseException:

@@ -1,4 +1,4 @@
-"""Conversations that are kept under a name: one file each in the user's state folder, readable for its owner only."""
+"""Named conversations: one file each in the user's state folder, readable for its owner only."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Session:
             ) from error
 
     def save(self, conversation: Conversation) -> None:
-        """Write the conversation, whole or not at all. Raises EdgeInferError if somebody else wrote meanwhile."""
+        """Write the conversation atomically. Raises EdgeInferError if another program wrote it meanwhile."""
         if _stamp(self._path) != self._stamp:
             raise EdgeInferError(
                 f"{self._path} was changed by another program and is not overwritten: /save FILE keeps this "
@@ -63,7 +63,7 @@ class Session:
         self._stamp = _stamp(self._path)
 
     def close(self) -> None:
-        """Let other processes have it."""
+        """Unlock the session for other processes."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -112,7 +112,7 @@ def _folder() -> Path:
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written by somebody; None where it is not there."""
+    """A value that changes when the file is written; None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 
 def _locked(path: Path, name: str) -> int | None:
-    """The descriptor that keeps other processes from the session; None where the system locks no files.
+    """The descriptor of the session's lock; None if the system locks no files.
 
     Raises EdgeInferError if another process has it.
     """

@@ -1,4 +1,4 @@
-"""What /set changes in a chat: the sampling parameters, the number of tokens and the stop texts, named as the flags."""
+"""The settings of /set in a chat: sampling parameters, number of tokens and stop texts, named as the flags."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Settings:
         return default.changed(self.sampling)
 
     def set(self, argument: str) -> str:
-        """Set what "NAME VALUE" says, or "NAME default"; gives the name of the flag.
+        """Set one by "NAME VALUE" or "NAME default"; returns the name of the flag.
 
         Raises InvalidArgument, click.UsageError, which say what is needed.
         """
@@ -105,7 +105,7 @@ def _flag(option: click.Parameter) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a line; quotes hold one with spaces together, and a backslash is a character as others are."""
+    """The words of a line. Quotes hold a word with spaces together; a backslash has no special meaning."""
     lexer = shlex.shlex(text, posix=True)
     lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
     try:

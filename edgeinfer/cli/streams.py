@@ -78,7 +78,7 @@ def lost_result(error: OSError) -> EdgeInferError:
 
 
 class Command(click.Command):
-    """A command whose help is in groups and counts as a result too, and that writes nothing of what it reads."""
+    """A command with help in groups, which counts as a result, and with a check that no input is overwritten."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options in groups."""
@@ -87,24 +87,24 @@ class Command(click.Command):
         write_options(self, ctx, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click's. Raises click.UsageError for names of options and variables that there were once."""
+        """As click's. Raises click.UsageError for old names of options and variables."""
         from edgeinfer.cli.renamed import check_variables, explained
 
         check_variables(self, os.environ)
-        given = list(args)  # which click takes apart
+        given = list(args)  # as click empties it
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             raise explained(error, given) from None
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """As click's, which writes the help where that is asked for."""
+        """As click's, which also writes the help if that is requested."""
         with writing_result():
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """As click's. Raises InvalidArgument where what is to be written is read too."""
-        from edgeinfer.cli.outputs import check_outputs  # which needs the options, and these this module
+        """As click's. Raises InvalidArgument if an output is also an input."""
+        from edgeinfer.cli.outputs import check_outputs  # here, as it imports the options, which import this module
 
         check_outputs(ctx)
         return super().invoke(ctx)

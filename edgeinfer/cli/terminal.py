@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BAR_AFTER_SECONDS = 1.0
 _LINE_SECONDS = 10.0  # between lines about a long run
 
-# C0 but for tab and newline, DEL, C1, and what turns the direction of the text: escape sequences cannot form.
+# C0 except tab and newline, DEL, C1, and marks of direction. Without them there are no escape sequences.
 _VISIBLE = (
     {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
     | {127: "\u2421"}
@@ -31,7 +31,7 @@ _VISIBLE = (
 
 
 def terminal_width(stream: TextIO) -> int:
-    """Columns of the terminal that a stream is; 80 where that is not known."""
+    """Columns of a stream's terminal; 80 if that is not known."""
     with suppress(OSError, ValueError, AttributeError):
         if (columns := os.get_terminal_size(stream.fileno()).columns) > 0:
             return columns
@@ -44,8 +44,8 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text from a file, or the name of one, on one line, with nothing in it that commands the terminal."""
-    sound = text.encode(errors="replace").decode()  # what is no UTF-8 is lone surrogates
+    """A text from a file, or its name, on one line, without control characters."""
+    sound = text.encode(errors="replace").decode()  # bytes that are no UTF-8 are lone surrogates
     return visible(sound).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -62,7 +62,7 @@ class Writer:
 
     @classmethod
     def to_stdout(cls, *, silent: bool = False) -> Writer:
-        """One for the answer; silent where it is to be a part of something else."""
+        """A writer of the answer; silent if that will be a part of something else."""
         return cls(io.StringIO() if silent else sys.stdout)
 
     def write(self, text: str) -> None:
@@ -88,7 +88,7 @@ def show(text: str) -> None:
 def note(text: str, hang: int = 0) -> None:
     """Print a note on stderr, dimmed if possible; lost if stderr cannot be written.
 
-    hang: columns by which the lines are indented that a long line goes on in, on a terminal.
+    hang: columns by which continuation lines are indented, on a terminal.
     """
     text = _fitted(text, hang)
     _echo(click.style(text, dim=True) if has_colours(sys.stderr) else text)
@@ -138,7 +138,7 @@ class ProgressBar:
         self._bar: Progress | None = None
 
     def __call__(self, share: float, what: str | None = None) -> None:
-        """Show the share that is done, 0..1, and what is being done where that has changed."""
+        """Show the share that is done, 0..1. what: the current work, if it changed."""
         if self._bar is None:
             if time.monotonic() - self._start < _BAR_AFTER_SECONDS or not sys.stderr.isatty():
                 return
@@ -148,7 +148,7 @@ class ProgressBar:
         self._bar.update(self._bar.task_ids[0], completed=share, description=escape(one_line(what or self._what)))
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -158,7 +158,7 @@ class ProgressBar:
         from rich.progress import Progress
 
         class ConsoleWithCursor(Console):
-            """One that leaves the cursor alone, so that a program that is suspended meanwhile leaves it too."""
+            """Never hides the cursor, which would stay hidden in a suspended program."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False
@@ -186,7 +186,7 @@ class ReportLines:
         self._last_line = 0.0
 
     def __call__(self, what: str, share: float) -> None:
-        """Show what is done, the part before a colon being its name, and the share of that which is done, 0..1."""
+        """Show the share of a work that is done, 0..1. what: its name, or with details after a colon."""
         stage = what.partition(":")[0]
         is_due = stage != self._stage or share >= 1.0 or time.monotonic() - self._last_line > _LINE_SECONDS
         if is_due and not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""What is shown of a reasoning."""
+"""The display of a model's reasoning."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SECONDS = 0.1  # between counts of the tokens
 
 
 class Thinking:
-    """Shows on stderr that a model reasons before it answers: the text, or on a terminal one line with a count."""
+    """Shows on stderr that a model reasons before it answers: the text, or on a terminal a line with a count."""
 
     def __init__(self, is_shown: bool, *, is_plain: bool = False) -> None:
         style = "2" if has_colours(sys.stderr) else ""
         self._writer = answer_writer(sys.stderr, is_plain=is_plain, style=style) if is_shown else None
-        self._start: float | None = None  # None: nothing of it yet, or the answer has begun
+        self._start: float | None = None  # None: before the reasoning, or after it
         self._n_tokens = 0
         self._last_line = 0.0
         self._in_line = False
@@ -46,7 +46,7 @@ class Thinking:
             self._in_line = True
 
     def end(self) -> None:
-        """The answer begins, or there is none."""
+        """Call when the answer begins, or when there is none."""
         if self._start is None:
             return
         if self._writer is not None:

@@ -14,24 +14,21 @@ from edgeinfer.common.errors import NumericalError
 from edgeinfer.common.types import TokenIds
 from edgeinfer.training.target import TorchTarget
 
-# Of the median position, in units of the standard deviation of its logits. Both round activations to 8 bits alike, but
-# sum in another order, so a number now and then rounds to the next code, a step of 1/127 of its block's largest, and
-# each layer hands that on. Between the native engine and its own reference it is 0.02 to 0.1 on SmolLM2-135M, whose
-# activations have outliers. A wrong tensor, rope or norm gives more than 0.3.
+# Largest deviation of the median position, in units of the standard deviation of its logits. Both engines round
+# activations to 8 bits alike, but sum in another order. So a number now and then rounds to the next code, a step of
+# 1/127 of its block's largest, and each layer hands that on. Between the native engine and its own reference the
+# deviation is 0.02 to 0.1 on SmolLM2-135M, whose activations have outliers. A wrong tensor, rope or norm gives more
+# than 0.3.
 BOUND = 0.15
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How close the logits are.
+    """How close the logits are."""
 
-    deviation: root mean square difference of a position's logits over their standard deviation; the median of all
-    positions.  same_token: share of positions with the same most likely token.  n_tokens: positions compared.
-    """
-
-    deviation: float
-    same_token: float
-    n_tokens: int
+    deviation: float  # RMS difference of a position's logits, in standard deviations; median over the positions
+    same_token: float  # share of positions with the same most likely token, 0..1
+    n_tokens: int  # positions compared
 
 
 def compare(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> Agreement:
@@ -58,7 +55,7 @@ def check(target: TorchTarget, session: Session, texts: Sequence[TokenIds]) -> A
         raise NumericalError(
             f"the target in torch must give the native engine's logits to within {BOUND} of their standard deviation: "
             f"found {found.deviation:.3f}, and {found.same_token:.1%} of {found.n_tokens} tokens the same; nothing was "
-            "trained, and a head trained on this would draft for another model"
+            "trained, as the head would draft for another model"
         )
     return found
 

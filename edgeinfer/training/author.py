@@ -21,10 +21,10 @@ from edgeinfer.training.corpus import AnswerRequest, Author, TrainingText
 from edgeinfer.training.features import Halves, Taps, as_halves
 
 MIN_ANSWER = 8
-ROWS = 3072  # of a tree of answers: with more of them side by side, attention passes over more that is not theirs
+ROWS = 3072  # of a tree of answers; in larger ones attention passes over more rows that a token does not see
 
-Asked = tuple[int, list[int]]  # the number of a request, and the tokens of what it asks
-Answer = tuple[list[int], Halves | None]  # its tokens, and the rows of the prompt and it
+Asked = tuple[int, list[int]]  # the number of a request, and the tokens of its prompt
+Answer = tuple[list[int], Halves | None]  # its tokens, and the rows of prompt and answer
 
 
 class TurnAuthor(ABC, Author):
@@ -67,7 +67,7 @@ class TurnAuthor(ABC, Author):
         return [found.get(number, []) for number in range(len(prompts))]
 
     def _answered(self, asked: Sequence[Asked], params: Sequence[SamplingParams]) -> Iterator[tuple[Asked, Answer]]:
-        """Those that leave room for an answer, with it. params: by the number of the request."""
+        """The prompts that leave room for an answer, each with its answer. params: by the number of the request."""
         fitting = [each for each in asked if len(each[1]) + MIN_ANSWER <= self._context]
         for group in self._groups(fitting):
             answers = self._answers([prompt for _, prompt in group], [params[number] for number, _ in group])
@@ -75,11 +75,11 @@ class TurnAuthor(ABC, Author):
 
     @abstractmethod
     def _groups(self, asked: Sequence[Asked]) -> Iterator[Sequence[Asked]]:
-        """Those that are answered side by side."""
+        """Groups of prompts that are answered side by side."""
 
     @abstractmethod
     def _answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> Sequence[Answer]:
-        """The tokens that follow each prompt, the one that ends it included, and the rows of the whole text."""
+        """The tokens that follow each prompt, end token included, and the rows of the whole text."""
 
 
 class NativeAuthor(TurnAuthor):
@@ -96,14 +96,14 @@ class NativeAuthor(TurnAuthor):
         super().__init__(engine, context, max_tokens)
         if engine.backend != "native":
             raise InvalidArgument(
-                f"{engine.name} must run on the native engine to be asked: it runs on {engine.backend}"
+                f"{engine.name} must run on the native engine to write answers: it runs on {engine.backend}"
             )
         self._session = cast(BranchingSession, engine.session)
         self._taps = taps
 
     @override
     def _groups(self, asked: Sequence[Asked]) -> Iterator[list[Asked]]:
-        """Those that fit into one tree, however long their answers are."""
+        """Groups that fit into one tree, however long the answers are."""
         group: list[Asked] = []
         for each in asked:
             if group and sum(len(prompt) + self._max_tokens for _, prompt in [*group, each]) > self._session.n_batch:
@@ -147,16 +147,16 @@ class NativeAuthor(TurnAuthor):
         return False if self._taps is None else self._taps
 
     def _commit(self, tokens: list[int]) -> list[NDArray[np.float32]]:
-        """Make tokens the committed text; gives their rows, if these are wanted."""
+        """Make tokens the committed text; returns their rows if rows are recorded."""
         if self._taps is not None:
-            self._session.truncate(0)  # rows come of tokens that are passed, not of those that are reused
+            self._session.truncate(0)  # only tokens that are passed have rows, not reused ones
         n_known = 0 if self._taps is not None else self._session.reuse_prefix(tokens)
         if n_known == len(tokens):
             return []
         return _features(run_sequence(self._session, tokens[n_known:], logits="none", taps=self._hidden))
 
     def _drawn(self, logits: Logits, text: list[int], params: SamplingParams) -> int:
-        """The token behind a text; of those that end it the one that all texts end with."""
+        """The sampled token after a text. Instead of any end token, it is the one that all texts end with."""
         tokenizer = self._engine.tokenizer
         token = sample(logits[: tokenizer.n_vocab], params, len(text), text)
         if token not in tokenizer.stop_ids:
@@ -169,14 +169,14 @@ class NativeAuthor(TurnAuthor):
 
 
 def _features(out: Output) -> list[NDArray[np.float32]]:
-    """The rows that a pass gave, in a list of one, or none."""
+    """The rows of a pass, as a list of one, or an empty list."""
     return [] if out.features is None else [out.features]
 
 
 def tree_rows(spec: ModelSpec, context: int) -> int:
-    """n_ctx and n_batch for an engine that writes texts of a context side by side, so that the model stays the same."""
+    """n_ctx and n_batch of an engine that writes texts of a context side by side, where the model stays the same."""
     ropes = [attention_of(layer).rope for layer in spec.layers]
-    changes = any(rope is not None and rope.long is not None for rope in ropes)  # in a longer one
+    changes = any(rope is not None and rope.long is not None for rope in ropes)  # the rope, in a longer context
     return context if changes else max(context, min(ROWS, spec.n_ctx_train))
 
 

@@ -19,25 +19,22 @@ from edgeinfer.training.features import Halves, Recorder, Taps, checked_halves
 from edgeinfer.training.target import KVCache, TorchTarget
 
 MOST_K = 256  # most likely tokens that are drawn from, where there is no top_k
-SHORT = 256  # tokens: longer prompts are answered apart, as every text of a batch is attended to up to the longest
+SHORT = 256  # tokens; longer prompts are answered apart, as attention of a batch takes as long as for its longest text
 READ_AT_ONCE = 32  # prompts
-LOOKED_EVERY = 8  # tokens; to look whether texts have ended, a GPU must be waited for
+LOOKED_EVERY = 8  # tokens; looking whether texts have ended waits for the GPU
 WHEN_HALF = 0.5  # share of the texts still being written at which the others are dropped from the batch
 
 
 @dataclass
 class _Drawing:
-    """How the tokens of each text are sampled: (n, 1) each; temperature 0 takes the most likely one.
+    """How the tokens of each of n texts are sampled; fields are as in SamplingParams."""
 
-    recent: (n, k) the last tokens of each text, which the repeat penalty makes less likely; k may be 0.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    repeat_penalty: torch.Tensor
-    recent: torch.Tensor
+    temperature: torch.Tensor  # (n, 1), 0 for the most likely token
+    top_k: torch.Tensor  # (n, 1)
+    top_p: torch.Tensor  # (n, 1)
+    min_p: torch.Tensor  # (n, 1)
+    repeat_penalty: torch.Tensor  # (n, 1)
+    recent: torch.Tensor  # (n, k) last tokens of each text, which the repeat penalty makes less likely; k may be 0
     generator: torch.Generator
 
     @classmethod
@@ -49,7 +46,7 @@ class _Drawing:
         n_ctx: int,
         device: torch.device,
     ) -> _Drawing:
-        """Of texts of up to n_ctx tokens that begin with these prompts.
+        """For texts of up to n_ctx tokens that begin with these prompts.
 
         Raises InvalidArgument for parameters that are not known here.
         """
@@ -63,7 +60,7 @@ class _Drawing:
         if len(widths) > 1:
             raise InvalidArgument(f"texts side by side must have one penalty_last_n: found {sorted(widths)}")
         width = widths.pop()
-        # What stands for tokens before a text is its first one, which is recent as long as these are.
+        # A text's first token fills the places of tokens before it: it is itself recent as long as they are.
         recent = [([prompt[0]] * width + prompt)[len(prompt) :] for prompt in prompts]
         return cls(
             column(0.0 if each.is_greedy else each.temperature for each in params),
@@ -111,7 +108,7 @@ def _n_recent(params: SamplingParams, n_ctx: int) -> int:
 
 
 def _check_known(params: SamplingParams) -> None:
-    """Raises InvalidArgument for parameters that texts side by side are not sampled by."""
+    """Raises InvalidArgument for parameters that sampling side by side does not support."""
     unknown = {
         "frequency_penalty": params.has_penalties and params.frequency_penalty != 0.0,
         "presence_penalty": params.has_penalties and params.presence_penalty != 0.0,
@@ -121,12 +118,13 @@ def _check_known(params: SamplingParams) -> None:
     for name in (name for name, is_set in unknown.items() if is_set):
         raise InvalidArgument(
             f"torch samples by temperature, top_k, top_p, min_p and repeat_penalty: found {name} = "
-            f"{getattr(params, name)!r:.80}; name --author native, or --chat-share 0 where the model's file wants it"
+            f"{getattr(params, name)!r:.80}; set author = 'native' in --config, or chat_share = 0 if the model's file "
+            "has it"
         )
 
 
 class BatchAuthor(TurnAuthor):
-    """Answers prompts side by side. Noise comes from the first prompt's seed, one stream per batch.
+    """Answers prompts side by side. Each batch has one stream of noise, from its first prompt's seed.
 
     n_prompts: answered at once, while their caches take at most cache_bytes.  context, max_tokens: as for TurnAuthor.
     """
@@ -159,7 +157,7 @@ class BatchAuthor(TurnAuthor):
             yield group
 
     def _n_ctx(self, longest: int) -> int:
-        """Tokens that texts whose prompts have at most this many can have."""
+        """Most tokens of a text, of prompts of at most `longest` tokens."""
         return min(self._context, longest + self._max_tokens)
 
     @override
@@ -168,7 +166,7 @@ class BatchAuthor(TurnAuthor):
 
     @torch.inference_mode()
     def answers(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """The tokens that follow each prompt, the one that ends it included."""
+        """The tokens that follow each prompt, end token included."""
         device, stop_ids = self._target.device, self._stop_ids()
         longest = max(map(len, prompts))
         n_ctx = self._n_ctx(longest)
@@ -198,7 +196,7 @@ class BatchAuthor(TurnAuthor):
         return [[token for token in row if token >= 0] for row in written.tolist()]
 
     def _read(self, prompts: Sequence[list[int]], lengths: torch.Tensor, cache: KVCache) -> torch.Tensor:
-        """Features (n, n_embd) of the last token of each prompt, all of which go into the cache, some at a time."""
+        """Features (n, n_embd) of the last token of each prompt. All tokens go into the cache, some at a time."""
         device, last = self._target.device, []
         for first in range(0, len(prompts), READ_AT_ONCE):
             part = slice(first, first + READ_AT_ONCE)
@@ -230,7 +228,7 @@ class TorchRecorder(Recorder):
 
     @override
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
-        """See Recorder.record_branches: in one pass, in which a branch sees what it stands behind, and itself."""
+        """See Recorder.record_branches. One pass computes all: a branch sees the text before it, and itself."""
         device, (n, k), n_text = self._target.device, branches.shape, int(firsts[-1])
         ids = torch.from_numpy(np.concatenate([tokens[:n_text], branches.reshape(-1)]).astype(np.int64)).to(device)
         begins = torch.from_numpy(firsts.repeat(k)).to(device)

@@ -18,31 +18,22 @@ _TENSORS = ("tokens", "positions", "documents", "features", "places", "labels") 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text in a row of a batch, or a branch that leaves a text.
+    """A text in a row of a batch, or a branch that leaves a text and sees what is before its own first position."""
 
-    tokens: (l,), the token after each position.  first: position of the first one.  features: (l, n_rows) float16.
-    judged: (k,), positions with a loss, of the l; never the last.  labels: (k,), see Batch.  leaves: of a branch, index
-    in the row's list of the text that it leaves; it sees what is before its first position there.
-    """
-
-    tokens: NDArray[np.int32]
-    first: int
-    features: NDArray[np.float16]
-    judged: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    leaves: int | None = None
+    tokens: NDArray[np.int32]  # (l,), the token after each position
+    first: int  # position of the first one
+    features: NDArray[np.float16]  # (l, n_rows)
+    judged: NDArray[np.int64]  # (k,), those of the l positions that have a loss; never the last
+    labels: NDArray[np.int64]  # (k,), see Batch
+    leaves: int | None = None  # of a branch: index in the row's list of the text that it leaves
 
 
 @dataclass(frozen=True)
 class Branches:
-    """For each position of a batch that is in a branch, (n, m) int64 each.
+    """The branch, if any, that each position of a batch is in."""
 
-    left: index in the row of the document that the branch leaves, -1 outside of branches.  begins: first position of
-    the branch.
-    """
-
-    left: torch.Tensor
-    begins: torch.Tensor
+    left: torch.Tensor  # (n, m) int64, index in the row of the document that the branch leaves, -1 outside of branches
+    begins: torch.Tensor  # (n, m) int64, first position of the branch
 
     def to(self, device: torch.device) -> Branches:
         """The same on a device."""
@@ -51,20 +42,17 @@ class Branches:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of texts; of a text with tokens t and features f, position i has t[i + 1] and f[i] and predicts t[i + 2].
+    """n rows of m positions, packed with texts.
 
-    tokens, positions, documents: (n, m) int64; documents tells the texts of a row apart, 0 is padding.
-    features: (n, m, n_rows), see Features, whose next row in a text has the feature to predict.
-    places: (k,) int64, positions that are judged, as indices into n * m.  labels: (k,) int64, the token to predict as
-    an index into the draft vocabulary, -1 for one that is not in it.  branches: None where there are none.
+    Of a text with tokens t and features f, position i has t[i + 1] and f[i], and predicts t[i + 2] and f[i + 1].
     """
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    documents: torch.Tensor
-    features: torch.Tensor
-    places: torch.Tensor
-    labels: torch.Tensor
+    tokens: torch.Tensor  # (n, m) int64
+    positions: torch.Tensor  # (n, m) int64
+    documents: torch.Tensor  # (n, m) int64, tells the texts of a row apart; 0 is padding
+    features: torch.Tensor  # (n, m, n_rows), see Features
+    places: torch.Tensor  # (k,) int64, positions that are judged, as indices into n * m
+    labels: torch.Tensor  # (k,) int64, index in the draft vocabulary of the token to predict, -1 if it has none
     branches: Branches | None = None
 
     def to(self, device: torch.device) -> Batch:
@@ -74,7 +62,7 @@ class Batch:
         return Batch(**moved, branches=branches)
 
     def pinned(self) -> Batch:
-        """The same in memory that a GPU reads while others work, without branches."""
+        """The same in pinned memory, which a GPU reads asynchronously; without branches."""
         return Batch(**{name: getattr(self, name).pin_memory() for name in _TENSORS})
 
     @property
@@ -194,7 +182,7 @@ class Batches:
         )
 
     def _judged(self, sample: Sample) -> NDArray[np.int64]:
-        """Positions of a text that are judged; the one behind them is in the row too, as its feature is wanted."""
+        """Positions of a text that are judged. The row has the position after them too: its feature is the target."""
         last = min(len(sample.text.tokens) - 1, self.row_length) - 1
         return np.arange(max(sample.text.n_prompt - 2, self._n_before), last, dtype=np.int64)
 

@@ -26,9 +26,10 @@ _CHATS_OF_SHARD = 16
 
 
 def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
-    """The conversations of a folder, each once, whatever their files are called.
+    """The conversations of a folder, each once, in an order that does not depend on the names of files.
 
-    Raises InvalidArgument, which names a file that is none, and where there are none; OSError.
+    Raises InvalidArgument, which names the file, for one that is no conversation, and for a folder without any;
+    OSError.
     """
     found: dict[str, list[Message]] = {}
     for path in sorted(folder.rglob(f"*{_ENDING}")):
@@ -45,10 +46,10 @@ def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
 
 
 def texts_of_chat(engine: Engine, messages: Sequence[Message], context: int) -> list[TrainingText]:
-    """A text for each answer: what the template gives of all before it, and the answer with what ends it.
+    """A text for each answer: all messages before it in the chat template, then the answer with its end token.
 
-    The tokens are those that the model emitted, where the file has them; an answer of another origin is encoded. Those
-    that leave no room for 8 tokens of an answer in the context are left out, and longer ones cut.
+    The tokens are those that the model emitted, where the file has them; an answer of another origin is encoded.
+    Answers are cut at the end of the context, and those of which fewer than 8 tokens are left are left out.
     """
     texts: list[TrainingText] = []
     for number, message in enumerate(messages):
@@ -75,7 +76,7 @@ def write_chats(folder: Path, engine: Engine, chats: Path, target: str, context:
     digests = [_digest(messages) for messages in found]
     facts = {"target": target, "context": context, "n_held": n_held, "chats": record_name(digests)}
     check_settings(folder / SETTINGS, facts)
-    n_out = min(n_held, max(1, round(HELD_SHARE * len(found))))  # by their digests, as good as drawn
+    n_out = min(n_held, max(1, round(HELD_SHARE * len(found))))  # in the order of digests, which is as good as drawn
     parts: dict[Part, list[list[Message]]] = {"held": found[:n_out], "train": found[n_out:]}
     for part, conversations in parts.items():
         corpus = Corpus(folder, part)
@@ -88,7 +89,7 @@ def write_chats(folder: Path, engine: Engine, chats: Path, target: str, context:
 
 
 def _answer_tokens(engine: Engine, message: Message) -> list[int]:
-    """The tokens of an answer, an end token last."""
+    """The tokens of an answer; the last one is an end token."""
     stop_ids = engine.tokenizer.stop_ids
     tokens = list(message.get("tokens") or engine.tokenizer.encode(message["content"], add_special=False))
     if stop_ids and tokens and tokens[-1] not in stop_ids:
@@ -97,5 +98,5 @@ def _answer_tokens(engine: Engine, message: Message) -> list[int]:
 
 
 def _digest(messages: Sequence[Message]) -> str:
-    """The same for conversations in which the same was said; their order says nothing else."""
+    """A digest of roles and contents. Its order is as good as random."""
     return hashlib.sha256(repr([(each["role"], each["content"]) for each in messages]).encode()).hexdigest()

@@ -29,23 +29,20 @@ Part = Literal["train", "tasks", "held"]
 LEARNT: tuple[Part, ...] = ("train", "tasks")
 HELD_SHARE = 0.03  # of the prompts, where no file names others
 SETTINGS = "texts.json"  # in the folder: what its texts were made with
-# Of the draft vocabulary: how many tokens any text stands for, at most and as a share of those of the answers, and the
-# part of a vocabulary, one in so many, of tokens so frequent that their order tells little.
+# The prior of the draft vocabulary: it counts as many tokens as this, at most and as a share of those of the answers.
+# One in _FREQUENT ids of a vocabulary is of tokens so frequent that their order tells little.
 _MOST_PRIOR, _PRIOR_SHARE, _FREQUENT = 50_000, 0.2, 160
 Report = Callable[[str, float], None]  # called with what is being done and the share that is done, 0..1
 
 
 @dataclass(frozen=True)
 class TrainingText:
-    """A prompt and the target's answer.  tokens: (n,) int32; the first n_prompt are the prompt, chat template included.
+    """A prompt and the target's answer, whose last token is the end token if the target ended it."""
 
-    If the target ended the answer, its last token is the end token.  rows: (n, n_rows) float16, the target's hidden
-    rows, if the author recorded them while generating.
-    """
-
-    tokens: TokenIds
-    n_prompt: int
+    tokens: TokenIds  # (n,) int32
+    n_prompt: int  # tokens of the prompt, chat template included, which come first
     is_greedy: bool
+    # (n, n_rows), the target's hidden rows, if the author recorded them while generating
     rows: NDArray[np.float16] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -56,7 +53,7 @@ class TrainingText:
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """A prompt to answer, as what, and how."""
+    """A prompt to answer, and how its answer is sampled."""
 
     prompt: Prompt
     params: SamplingParams
@@ -65,30 +62,27 @@ class AnswerRequest:
 class Author(Protocol):
     """Generates answers with the target."""
 
-    n_prompts: int  # answered at once, and so the prompts of a shard
+    n_prompts: int  # answered at once; also the prompts of a shard
 
     def write(self, requests: Sequence[AnswerRequest]) -> list[TrainingText]:
         """The answers, one for each turn of each prompt that fits into the context."""
         ...
 
     def continued(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[list[int]]:
-        """The tokens that follow each prompt, the one that ends them included; none where there is no room."""
+        """The tokens that follow each prompt, end token included; none where there is no room."""
         ...
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How answers are sampled: a share of them greedily, the others at a temperature, with a seed.
-
-    n_answers: per prompt; all but the first are sampled.  chat: how a share of the sampled ones is sampled instead.
-    """
+    """How answers are sampled: a share of them greedily, the others at a temperature, with a seed."""
 
     seed: int
-    greedy_share: float
+    greedy_share: float  # of first answers, 0..1
     temperature: float
-    n_answers: int = 1
-    chat: SamplingParams | None = None
-    chat_share: float = 0.0
+    n_answers: int = 1  # per prompt; all but the first are sampled
+    chat: SamplingParams | None = None  # how a share of the sampled answers is sampled instead
+    chat_share: float = 0.0  # 0..1
 
     def requests(self, prompts: Sequence[Prompt]) -> list[AnswerRequest]:
         """Every prompt once, then every prompt for the second time, and so on."""
@@ -117,14 +111,14 @@ class Corpus:
 
     @property
     def n_shards(self) -> int:
-        """Shards that are there, up to the first that is missing."""
+        """Number of shards before the first that is missing."""
         number = 0
         while self.shard(number).exists():
             number += 1
         return number
 
     def texts(self, number: int) -> list[TrainingText]:
-        """What a shard has. Raises ModelFileError if it is damaged."""
+        """The texts of a shard. Raises ModelFileError if it is damaged."""
         path = self.shard(number)
         try:
             with np.load(path, allow_pickle=False) as shard:
@@ -153,8 +147,8 @@ class Corpus:
     ) -> None:
         """Write the shards that are missing, until there are answers of n_tokens tokens or all requests are answered.
 
-        share: (i, n) for one of n processes that write shards i, i + n, ... of them.  keep_rows: called with each shard
-        and its texts before it is there.
+        share: (i, n) if this is process i of n: it writes shards i, i + n and so on.  keep_rows: called with the path
+        and the texts of each shard before it is written.
         """
         requests = mix.requests(prompts)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -189,8 +183,8 @@ def check_settings(path: Path, settings: dict[str, Any]) -> None:
     for key in settings.keys() | found.keys():
         if found.get(key) != settings.get(key):
             raise InvalidArgument(
-                f"{path.parent} was made with {key} = {found.get(key)!r:.80}, expected is {settings.get(key)!r:.80}: "
-                "name another folder (--work), or the same settings"
+                f"{path.parent} was made with other settings: expected {key} = {settings.get(key)!r:.80}, found "
+                f"{found.get(key)!r:.80}: name another folder (--work), or the same settings"
             )
 
 
@@ -211,40 +205,42 @@ def earlier_corpora(folder: Path, target: str, context: int, held: Sequence[Trai
         )
     if found["context"] > context:
         raise InvalidArgument(
-            f"--texts-of {folder} has texts of up to {found['context']} tokens: --ctx-size is {context}"
+            f"--texts-of {folder} must have texts of at most --ctx-size {context} tokens: found {found['context']}"
         )
     asked = {text.tokens[: text.n_prompt].tobytes() for text in held}
     if any(text.tokens[: text.n_prompt].tobytes() in asked for corpus in corpora for text in corpus.all_texts()):
-        raise InvalidArgument(f"--texts-of {folder} has answers to prompts that are held out: it cannot be trained on")
+        raise InvalidArgument(
+            f"--texts-of {folder} has answers to prompts that are held out, which cannot be trained on"
+        )
     return corpora
 
 
 def draft_vocabulary(
     texts: Sequence[TrainingText], n_vocab: int, size: int, always: Iterator[int], usual: Sequence[int] | TokenIds = ()
 ) -> NDArray[np.int32]:
-    """The tokens expected most often in answers, and those of `always`: at most size ids, ascending.
+    """Ids of the tokens expected most often in answers, and those of `always`: at most size, ascending.
 
     Counts are those of the answers plus a prior for rare tokens: ids of BPE vocabularies are in order of frequency,
-    which falls by Zipf's law.  usual: tokens that count once more, those of a head that training continues from. Of
-    equally frequent tokens the lower id is taken. Raises InvalidArgument if size has no room for `always`.
+    which falls by Zipf's law. Of equally frequent tokens the lower id is taken.  usual: tokens that count once more,
+    those of a head that training continues from. Raises InvalidArgument if size has no room for `always`.
     """
     kept = sorted(set(always))
     if not len(kept) < size <= n_vocab:
         raise InvalidArgument(
-            f"a draft vocabulary must have more than {len(kept)} and at most {n_vocab} tokens: {size}"
+            f"a draft vocabulary must have more than {len(kept)} and at most {n_vocab} tokens: found {size}"
         )
     answers = [text.tokens[text.n_prompt :] for text in texts]
     counts = np.bincount(np.concatenate([np.empty(0, np.int32), *answers]), minlength=n_vocab).astype(np.float64)
     probabilities = 1.0 / (np.arange(n_vocab) + max(1.0, n_vocab / _FREQUENT))
     counts += min(_MOST_PRIOR, _PRIOR_SHARE * counts.sum()) * probabilities / probabilities.sum()
     counts[np.asarray(usual, dtype=np.int64)] += 1.0
-    counts[kept] = -1.0  # not once more
+    counts[kept] = -1.0  # they are in already
     order = np.argsort(-counts, kind="stable")
     return np.sort(np.concatenate([order[: size - len(kept)], kept])).astype(np.int32)
 
 
 def save_texts(path: Path, texts: Sequence[TrainingText]) -> None:
-    """Write a shard, whole or not at all."""
+    """Write a shard atomically."""
     buffer = io.BytesIO()
     tokens = [text.tokens for text in texts]
     np.savez(

@@ -14,16 +14,18 @@ from torch.autograd.function import once_differentiable
 
 
 def soft_cross_entropy(
-    rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
+    rows: torch.Tensor, expected: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
 ) -> torch.Tensor:
     """(n_steps,) means over positions of -sum(p log q), differentiable by rows; 0 where there are no positions.
 
-    q: softmax of rows (n_steps, k, n_embd) times output (n_logits, n_embd).  p: that of wanted (k, n_embd) times
+    q: softmax of rows (n_steps, k, n_embd) times output (n_logits, n_embd).  p: that of expected (k, n_embd) times
     target_output (n_logits, n_embd). Products are in autocast's type where it is on, all else in float32.
     """
     kind = rows.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
-    losses: torch.Tensor = _SoftCrossEntropy.apply(rows, *(each.to(dtype) for each in (wanted, output, target_output)))
+    losses: torch.Tensor = _SoftCrossEntropy.apply(
+        rows, *(each.to(dtype) for each in (expected, output, target_output))
+    )
     return losses
 
 
@@ -37,14 +39,14 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, wanted: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
+        ctx: Any, rows: torch.Tensor, expected: torch.Tensor, output: torch.Tensor, target_output: torch.Tensor
     ) -> torch.Tensor:
         n_steps, n, _ = rows.shape
         losses, gradients = rows.new_zeros(n_steps), torch.zeros_like(rows)
         at_once = _n_at_once(rows.device)
         for first in range(0, n, at_once):
             at = slice(first, first + at_once)
-            probabilities = (wanted[at] @ target_output.T).float().softmax(dim=-1)
+            probabilities = (expected[at] @ target_output.T).float().softmax(dim=-1)
             for step in range(n_steps):
                 log_own = (rows[step, at].to(output.dtype) @ output.T).float().log_softmax(dim=-1)
                 losses[step] -= (probabilities * log_own).sum()

@@ -88,7 +88,7 @@ class Settings(Recipe):
     chats: Path | None = None
 
     def facts(self) -> dict[str, Any]:
-        """They as JSON, without where files lie."""
+        """The options as JSON, with names in place of paths."""
         names: dict[str, Any] = {"init": self.init and self.init.name, "chats": self.chats and self.chats.name}
         names |= {"texts_of": [folder.name for folder in self.texts_of]}
         return asdict(self) | names
@@ -97,16 +97,16 @@ class Settings(Recipe):
 def distill(
     target: Path, prompts: Path | None, out: Path, work: Path, held: Path | None, settings: Settings, report: Report
 ) -> dict[str, Any] | None:
-    """Train a head for a target, write it, and give the report that is written beside it as JSON.
+    """Train a head for a target, write it, and return the report, which is written beside it as JSON.
 
-    Of several processes the first gives it, the others None.
+    Of several processes the first returns the report, the others None.
     target: a GGUF file that the native engine runs.  prompts, held: see read_prompts; None holds out a part of the
     prompts. Without prompts, settings.chats has all that is trained on.  work: a folder for texts, features and the
     checkpoint.
-    Raises InvalidArgument, UnsupportedModel and other errors of model files, NumericalError where torch and the native
-    engine part, Interrupted once a checkpoint is written after SIGINT, OSError.
+    Raises InvalidArgument, UnsupportedModel and other errors of model files; NumericalError where the logits of torch
+    and the native engine differ; Interrupted after SIGINT, once a checkpoint is written; OSError.
     """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what makes cuBLAS deterministic; read when it starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic; read when it starts
     with ExitStack() as opened:
         workers = opened.enter_context(Workers.join(settings.device))
         n_threads = settings.n_threads or max(1, devices.default_n_threads() // workers.n)
@@ -148,8 +148,8 @@ class _Distillation:
         self._target = TorchTarget(file, spec, workers.device)
         self._taps = taps_named(settings.taps, spec)
         self._sizes = HeadSizes.of(file, spec, settings.blocks, self._taps)
-        self._usual: Sequence[int] | TokenIds = ()  # tokens that the head which goes on can draft
-        if settings.init:  # what does not fit is refused before answers are written
+        self._usual: Sequence[int] | TokenIds = ()  # tokens that the head of --init can draft
+        if settings.init:  # a head that does not fit is refused before answers are written
             self._usual = self._begin_with(DraftHead(self._sizes), settings.init).draft_vocab
         on_gpu = workers.device.type == "cuda"
         use_torch = settings.author == "torch" or (settings.author == "auto" and on_gpu)
@@ -170,7 +170,7 @@ class _Distillation:
         return BatchAuthor(self._target, self._engine, settings.context, settings.max_tokens, **limits)
 
     def run(self, prompts: Path | None, held: Path | None, report: Report) -> dict[str, Any]:
-        """All stages; gives the report."""
+        """Run all stages; returns the report."""
         started = time.time()
         self._write_texts(prompts, held, report)
         train, tasks, *kept = self._corpora()
@@ -219,7 +219,7 @@ class _Distillation:
     # ---- The stages --------------------------------------------------------------------------------------------------
 
     def _write_texts(self, prompts: Path | None, held: Path | None, report: Report) -> None:
-        """The shards of texts that are missing."""
+        """Write the shards of texts that are missing."""
         settings, seed = self._settings, self._settings.seed
         if settings.chats is not None:
             self._write_chats(settings.chats)
@@ -276,14 +276,14 @@ class _Distillation:
         return questions, others[:n_held]
 
     def _write_chats(self, chats: Path) -> None:
-        """The texts of saved conversations."""
+        """Write the texts of saved conversations."""
         if self._workers.rank == 0:
             mark, settings = fingerprint(self._file), self._settings
             write_chats(self._work / FOLDER, self._engine, chats, mark, settings.context, settings.n_held)
         self._workers.wait()
 
     def _own_prompts(self, others: Sequence[Prompt], report: Report) -> list[Prompt]:
-        """What the target writes in place of a person, without what is held out; see own_prompts."""
+        """Prompts that the target writes itself, without those held out; see own_prompts."""
         path, settings = self._work / "own.jsonl", self._settings
         if self._workers.rank == 0:
             own_prompts(path, self._engine, self._author, settings.own_prompts, settings.seed, report)
@@ -307,7 +307,7 @@ class _Distillation:
             save_rows(rows_path(shard, self._taps), rows, self._n_rows)
 
     def _written(self, corpus: Corpus, prompts: Sequence[Prompt]) -> list[Written]:
-        """The first turns of these prompts with their answers in the corpus that the target ended, each answer once."""
+        """The first turns of these prompts with their answers in the corpus, each once, if the target ended them."""
         asked = [(prompt.turns[0], [{"role": "user", "content": prompt.turns[0]}]) for prompt in prompts]
         questions = {tuple(encode(self._engine, messages)): question for question, messages in asked}
         found = []
@@ -344,7 +344,7 @@ class _Distillation:
         torch.manual_seed(settings.seed)
         head = DraftHead(self._sizes).to(self._workers.device)
         ids = torch.from_numpy(vocabulary.astype(np.int64)).to(self._workers.device)
-        features_of = self._target.behind_last_norm if self._sizes.n_taps else unchanged
+        features_of = self._target.after_last_norm if self._sizes.n_taps else unchanged
         first = torch.from_numpy(np.array(train.of(train.samples[:1])[0])).to(self._workers.device)
         unit = float(np.sqrt(np.mean(np.square(features_of(first.float()).cpu().numpy()))))
         weights = Weights(settings.feature_weight, settings.token_weight, settings.decay, settings.noise)
@@ -413,12 +413,12 @@ class _Distillation:
                 return spec
             except UnsupportedModel as error:
                 raise UnsupportedModel(
-                    f"--init {path} must have the sizes of the head that is wanted: {error}; give its blocks "
-                    "and taps (--config)"
+                    f"--init {path} must have the sizes of the head to train: {error}; give its blocks and taps "
+                    "(--config)"
                 ) from None
 
     def _rounded_as_stored(self, head: DraftHead) -> dict[str, NDArray[np.float32]]:
-        """The weights, which the head then has as the file will, so that the report is on what is written."""
+        """The weights. The head gets them as rounded in the file, so that the report is on what is written."""
         tensors = head.tensors()
         types = self._types
         stored = {
@@ -435,7 +435,7 @@ class _Distillation:
     # ---- The report and the file -------------------------------------------------------------------------------------
 
     def _effort(self, trainer: Trainer, started: float) -> dict[str, Any]:
-        """On what and for how long. seconds: of this run; seconds_trained: of all runs that the checkpoint has seen."""
+        """Devices and times. seconds: of this run; seconds_trained: of all runs that made the checkpoint."""
         is_gpu = self._workers.device.type == "cuda"
         return {
             "trained_on": torch.cuda.get_device_name() if is_gpu else devices.cpu_name(),
@@ -456,7 +456,7 @@ class _Distillation:
     def _before(
         self, trainer: Trainer, head: DraftHead, held: Features, vocabulary: NDArray[np.int32], report: Report
     ) -> dict[str, Any]:
-        """How good the head is from which training goes on, under "before"; nothing without one."""
+        """Quality of the head that training starts from, under "before"; nothing without --init."""
         if not self._settings.init:
             return {}
         path = self._work / "before.json"
@@ -517,6 +517,6 @@ def _rounded(values: NDArray[np.float32], type: GGMLType) -> NDArray[np.float32]
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    """What tells lists of prompts apart, in hex."""
+    """A digest of a list of prompts, in hex."""
     text = json.dumps([prompt.turns for prompt in prompts])
     return hashlib.sha256(text.encode()).hexdigest()

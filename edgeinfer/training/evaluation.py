@@ -83,7 +83,7 @@ def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, repor
 
 
 def _by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """The prompts under what stands before a colon in their categories, "all" for those without."""
+    """The prompts by the part of their category before a colon, "all" for those without a category."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         found.setdefault(prompt.category.partition(":")[0] or "all", []).append(prompt)
@@ -99,7 +99,7 @@ class _Judge:
         if file.metadata.get("general.architecture") != ARCHITECTURE:
             raise UnsupportedModel(
                 f"{file.path} must be a head of the form {ARCHITECTURE!r} to be judged: found "
-                f"{file.metadata.get('general.architecture')!r:.80}, which drafts, but only speed tells how well"
+                f"{file.metadata.get('general.architecture')!r:.80}; measure the speed of drafting with it instead"
             )
         self._head = DraftHead(HeadSizes.of_head(file, self.head))
         self._head.load_file(file)
@@ -115,7 +115,7 @@ class _Judge:
     def answers(
         self, prompts: Sequence[Prompt], run: Engine, folder: Path, settings: Evaluated, report: Report
     ) -> Corpus:
-        """The target's answers, with its rows beside them."""
+        """The target's answers, and files of its rows beside them."""
 
         def keep_rows(shard: Path, texts: Sequence[TrainingText]) -> None:
             rows = [text.rows for text in texts if text.rows is not None]
@@ -128,7 +128,7 @@ class _Judge:
         return corpus
 
     def quality(self, corpus: Corpus, run: Engine, context: int, report: Report) -> Quality:
-        """What the head is worth on the answers of a corpus."""
+        """Quality of the head on the answers of a corpus."""
         taps = self.head.taps
         features = Features([corpus], NativeRecorder(run.session, taps), self._n_rows, 1 << 40, taps)
         draft_ids = np.full(self.spec.n_vocab, -1, dtype=np.int64)

@@ -1,6 +1,6 @@
 """The target's hidden rows that a head is trained on: recorded and kept, or computed again when needed.
 
-They are the features (rows behind the final norm), or the outputs of some layers, concatenated.
+They are the features (rows after the final norm), or the outputs of some layers, concatenated.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from edgeinfer.common.overriding import override
 from edgeinfer.common.types import TokenIds
 from edgeinfer.training.corpus import Corpus, Report, TrainingText
 
-Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers side by side
+Halves = NDArray[np.float16]  # (n, n_rows): features, or rows of several layers, concatenated
 Taps = bool | tuple[int, ...]  # which of the target's rows, see Session.forward(hidden=...)
 
 
 class Recorder(Protocol):
     """What computes rows with the target."""
 
-    n_texts: int  # that it is best given at once
+    n_texts: int  # best number of texts to record at once
 
     def record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         """The rows of whole texts. Raises NumericalError if they are too large for half floats."""
         ...
 
     def record_branches(self, tokens: TokenIds, firsts: NDArray[np.int64], branches: NDArray[np.int32]) -> Halves:
-        """Rows (n, k, n_rows) of branches (n, k), each of which stands in a text in place of tokens[first:].
+        """Rows (n, k, n_rows) of branches (n, k) of a text, each in place of tokens[first:].
 
         firsts: (n,), ascending, from 1 on.
         """
@@ -82,13 +82,13 @@ class NativeRecorder(Recorder):
 
 
 def as_halves(rows: NDArray[np.float32]) -> Halves:
-    """Rows as half floats. Raises NumericalError for those that have none."""
+    """Rows as half floats. Raises NumericalError if a number is too large for them."""
     with np.errstate(over="ignore"):
         return checked_halves(rows.astype(np.float16))
 
 
 def checked_halves(rows: Halves) -> Halves:
-    """The rows. Raises NumericalError if a number is too large for float16, or is NaN."""
+    """The same rows. Raises NumericalError if a number is too large for float16, or is NaN."""
     if not np.isfinite(rows).all():
         raise NumericalError("features must be numbers of at most 65504 to be kept as half floats: found others")
     return rows
@@ -96,19 +96,19 @@ def checked_halves(rows: Halves) -> Halves:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text of a corpus and where its rows are: beside this shard, from this row on. number: the shard's, of all."""
+    """A text of a corpus, and where its rows are."""
 
     text: TrainingText
-    shard: Path
-    number: int
-    first: int
+    shard: Path  # beside which the rows are
+    number: int  # of the shard, among those of all corpora
+    first: int  # its first row in the shard
 
 
 class Features:
     """The rows of the texts of some corpora. Shards are kept as .npy files beside the texts, up to a number of bytes.
 
-    Reading them is faster than any recorder, so only what does not fit is computed again.  n_rows: numbers in a row.
-    taps: what the recorder records.
+    Reading them is faster than any recorder, so only rows that do not fit are computed again.  n_rows: numbers in a
+    row.  taps: what the recorder records.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Features:
                 first += len(text.tokens)
 
     def prepare(self, report: Report, share: tuple[int, int] = (0, 1)) -> None:
-        """Record the shards that are missing and fit. share: (i, n) for one of n processes, each a part of them."""
+        """Record the shards that are missing and fit. share: (i, n) if this is process i of n."""
         by_shard: dict[Path, list[TokenIds]] = {}
         for sample in self.samples:
             by_shard.setdefault(sample.shard, []).append(sample.text.tokens)
@@ -160,20 +160,22 @@ class Features:
 
     def _record(self, texts: Sequence[TokenIds]) -> list[Halves]:
         at_once, rows = self._recorder.n_texts, dict[int, Halves]()
-        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))  # side by side with what is as long
+        by_length = sorted(
+            range(len(texts)), key=lambda index: len(texts[index])
+        )  # so that those side by side are about as long
         for first in range(0, len(texts), at_once):
             part = by_length[first : first + at_once]
             rows |= zip(part, self._recorder.record([texts[index] for index in part]), strict=True)
         return [rows[index] for index in range(len(texts))]
 
     def _load(self, path: Path, shard: Path) -> Halves:
-        wanted = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_rows
+        expected = sum(len(sample.text.tokens) for sample in self.samples if sample.shard == shard), self.n_rows
         try:
             rows: Halves = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError) as error:
             raise ModelFileError(f"{path} holds no features: {error}; remove it, and it is made anew") from error
-        if rows.shape != wanted or rows.dtype != np.float16:
-            raise ModelFileError(f"{path} must be {wanted} float16: found {rows.dtype} {rows.shape}; remove it")
+        if rows.shape != expected or rows.dtype != np.float16:
+            raise ModelFileError(f"{path} must be {expected} float16: found {rows.dtype} {rows.shape}; remove it")
         return rows
 
 
@@ -184,7 +186,7 @@ def rows_path(shard: Path, taps: Taps) -> Path:
 
 
 def save_rows(path: Path, rows: Sequence[Halves], n_rows: int) -> None:
-    """Write the rows of texts, (n, n_rows) each, one behind the other."""
+    """Write the rows of texts, (n, n_rows) each, one after the other."""
     buffer = io.BytesIO()
     np.save(buffer, np.concatenate([np.empty((0, n_rows), np.float16), *rows]))
     write_whole(path, buffer.getvalue())

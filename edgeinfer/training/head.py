@@ -1,4 +1,4 @@
-"""The draft head in torch: Dovetail's gate (arXiv:2412.18934, section 3.2) and llama blocks behind it."""
+"""The draft head in torch: Dovetail's gate (arXiv:2412.18934, section 3.2) and llama blocks after it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from edgeinfer.training.target import Rotation, Turns, turned
 class HeadSizes:
     """Sizes of a head, named as in its file."""
 
-    n_embd: int
-    n_layers: int
+    n_embd: int  # width of a feature
+    n_layers: int  # blocks after the gate
     n_ff: int
     n_heads: int
     n_kv_heads: int
     norm_epsilon: float
     rope_base: float
-    n_ctx: int
-    n_taps: int = 0  # layers of the target whose rows a feature is made of, 0 for those that come as features
+    n_ctx: int  # positions of the target's training
+    n_taps: int = 0  # layers of the target whose rows are combined to a feature; 0: its rows after the last norm
 
     @classmethod
     def of(cls, file: ModelFile, spec: ModelSpec, n_layers: int, taps: Taps = True) -> HeadSizes:
@@ -63,7 +63,7 @@ class HeadSizes:
         return cls(spec.n_embd, n_layers, *shape, spec.norm_epsilon, rope_base, spec.n_ctx_train, n_taps)
 
     def keys(self) -> dict[str, int | float]:
-        """What the file says of them, behind "draft-head."."""
+        """The file's metadata of them, by keys without the prefix "draft-head."."""
         return {
             "embedding_length": self.n_embd,
             "block_count": self.n_layers,
@@ -92,7 +92,7 @@ KeysValues = tuple[torch.Tensor, torch.Tensor]  # (n, n_kv_heads, m, head_dim) e
 
 
 class Block(nn.Module):
-    """A llama block: attention and a gated network, each behind an RMS norm and added to what came in."""
+    """A llama block: attention and a gated network, each after an RMS norm and with a residual connection."""
 
     def __init__(self, sizes: HeadSizes) -> None:
         super().__init__()
@@ -117,8 +117,8 @@ class Block(nn.Module):
     ) -> tuple[torch.Tensor, KeysValues]:
         """The rows and their own keys and values.
 
-        x: (n, m, n_embd) float32.  turns: of the rows' positions.  past: keys and values of other rows, which stand
-        before those of these.  mask: (n, 1, m, all of them), True for what a row sees.
+        x: (n, m, n_embd) float32.  turns: of the rows' positions.  past: keys and values of earlier rows.
+        mask: (n, 1, m, k) over the k rows of `past` and x, in this order; True for what a row sees.
         """
         sizes = self.sizes
         h = self.attn_norm(x)
@@ -155,10 +155,10 @@ class NormOfParts(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """From the feature of a position and the token behind it to the feature of the next position.
+    """From the feature of a position and the token after it to the feature of the next position.
 
     h1 = W1 f;  h2 = SiLU(W2 norm(e));  z = sigmoid(Wz [h1; h2]);  x = z h1 + (1 - z) h2;  then the blocks.
-    f: the target's row behind its last norm, or with taps a product with its rows behind several layers, each normed.
+    f: the target's row after its last norm, or with taps a product with its rows after several layers, each normed.
     e: its embedding of the token.
     """
 
@@ -179,7 +179,7 @@ class DraftHead(nn.Module):
             self.combine = _linear(sizes.n_taps * n_embd, n_embd)
 
     def combined(self, rows: torch.Tensor) -> torch.Tensor:
-        """Features (..., n_embd) of the target's rows: they themselves, but for a head with taps."""
+        """Features (..., n_embd) of the target's rows: combined by a head with taps, otherwise the rows themselves."""
         return self.combine(self.combine_norm(rows)).float() if self.sizes.n_taps else rows
 
     def forward(
@@ -192,8 +192,8 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, list[KeysValues]]:
         """The next features, (n, m, n_embd), and the keys and values of each block.
 
-        features, embeddings: (n, m, n_embd).  positions: (n, m).  past: what other calls gave, whose rows these may
-        see.  mask: as for Block.forward.
+        features, embeddings: (n, m, n_embd).  positions: (n, m).  past: results of earlier calls,
+        whose rows these may see.  mask: as for Block.forward.
         """
         h1 = self.feature(features)
         h2 = functional.silu(self.token(self.token_norm(embeddings)))
@@ -210,8 +210,8 @@ class DraftHead(nn.Module):
         """Start as a linear guess: next_feature (n_embd, n_embd) times the feature.
 
         The gate is half open; the token adds little yet, and the blocks nothing. last_norm: weights of the target's
-        last norm, wanted with taps: what is combined begins as what this norm makes of the last layer's rows, and those
-        of the other layers, made as large as that, add nothing yet.
+        last norm, used with taps. The combined row then starts as the last layer's row after this norm; rows of the
+        other layers, scaled to the same size, add nothing yet.
         """
         if last_norm is not None and self.sizes.n_taps:
             self.combine_norm.weight.fill_(last_norm.square().mean().sqrt().item())
@@ -226,26 +226,26 @@ class DraftHead(nn.Module):
             block.ffn_down.weight.zero_()
 
     def tensors(self) -> dict[str, NDArray[np.float32]]:
-        """The weights under the names that a file has for them."""
+        """The weights, by their names in a file."""
         return {_file_name(name): values.detach().float().cpu().numpy() for name, values in self.named_parameters()}
 
     def load_tensors(self, tensors: dict[str, NDArray[np.float32]]) -> None:
-        """The weights back from what `tensors` gives."""
+        """Set the weights to those of `tensors`."""
         state = {name: torch.from_numpy(tensors[_file_name(name)]) for name, _ in self.named_parameters()}
         self.load_state_dict(state)
 
     def load_file(self, file: ModelFile) -> None:
-        """The weights of the head in a file. Raises UnsupportedModel if it has other sizes."""
-        wanted = {name: values.shape for name, values in self.tensors().items()}
-        found = {name: file.tensors[name].shape for name in wanted if name in file.tensors}
+        """Set the weights to those of the head in a file. Raises UnsupportedModel if it has other sizes."""
+        expected = {name: values.shape for name, values in self.tensors().items()}
+        found = {name: file.tensors[name].shape for name in expected if name in file.tensors}
         n_blocks = file.metadata.get("draft-head.block_count")
-        if found != wanted or n_blocks != self.sizes.n_layers:
+        if found != expected or n_blocks != self.sizes.n_layers:
             raise UnsupportedModel(
                 f"{file.path} must have {self.sizes.n_layers} blocks and {self.sizes.n_taps} taps of rows of "
                 f"{self.sizes.n_embd}: found {n_blocks} blocks"
             )
         self.load_tensors(
-            {name: dequantize(file.tensors[name].type, file.data(name), shape) for name, shape in wanted.items()}
+            {name: dequantize(file.tensors[name].type, file.data(name), shape) for name, shape in expected.items()}
         )
 
 
@@ -255,7 +255,7 @@ def _file_name(parameter: str) -> str:
 
 
 def _linear(n_in: int, n_out: int) -> nn.Linear:
-    """Without a bias; Xavier's normal numbers to begin with."""
+    """A matrix without a bias, with Xavier's normal initial values."""
     linear = nn.Linear(n_in, n_out, bias=False)
     nn.init.normal_(linear.weight, std=math.sqrt(2 / (n_in + n_out)))
     return linear

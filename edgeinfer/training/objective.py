@@ -22,32 +22,27 @@ from edgeinfer.training.head import DraftHead, KeysValues
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of the losses.
+    """Weights of the losses."""
 
-    feature: of the SmoothL1 distance to the target's feature, in units of `unit`.  token: of the cross-entropy with the
-    target's probabilities over the draft vocabulary.  decay: factor on the losses of each further step.  noise: added
-    to features, uniform in +-noise units (EAGLE, arXiv:2401.15077, section 3.2).
-    """
-
-    feature: float
-    token: float
-    decay: float
-    noise: float
+    feature: float  # of the SmoothL1 distance to the target's feature, in units of Objective's `unit`
+    token: float  # of the cross-entropy with the target's probabilities over the draft vocabulary
+    decay: float  # factor on the losses of each further step
+    noise: float  # added to features, uniform in +-noise units (EAGLE, arXiv:2401.15077, section 3.2)
 
 
-FeaturesOf = Callable[[torch.Tensor], torch.Tensor]  # of recorded rows (..., n_rows), (..., n_embd)
+FeaturesOf = Callable[[torch.Tensor], torch.Tensor]  # from recorded rows (..., n_rows) to (..., n_embd)
 
 
 def unchanged(rows: torch.Tensor) -> torch.Tensor:
-    """The features of rows that are features."""
+    """The rows themselves, where they are features."""
     return rows
 
 
 class Objective(nn.Module):
     """Losses of a head. embedding: (n_vocab, n_embd).  output: (n_logits, n_embd), the rows of the draft vocabulary.
 
-    unit: root mean square of the features.  features_of: what the head is to predict, of the rows of a batch.  stored:
-    the rows of output as the head will have them, where that is not as the target has them.
+    unit: root mean square of the features.  features_of: from the rows of a batch to what the head is to
+    predict.  stored: the rows of output as rounded in the head's file, by default as in the target's.
     """
 
     def __init__(
@@ -76,13 +71,13 @@ class Objective(nn.Module):
         """
         weights = self._weights
         with torch.no_grad():
-            wanted = self._features_of(_at(batch.features, batch.places + 1).float())
+            expected = self._features_of(_at(batch.features, batch.places + 1).float())
         features = self.head.combined(batch.features.float()) + (2.0 * noise - 1.0) * (weights.noise * self._unit)
         steps = self._steps(batch, features, n_steps)
         rows = torch.stack([_at(predicted, batch.places) for predicted in steps])
-        of_features = [functional.smooth_l1_loss(each / self._unit, wanted / self._unit) for each in rows]
+        of_features = [functional.smooth_l1_loss(each / self._unit, expected / self._unit) for each in rows]
         known = batch.labels >= 0  # the tokens that can be drafted
-        of_tokens = soft_cross_entropy(rows[:, known], wanted[known], self.stored, self.output)
+        of_tokens = soft_cross_entropy(rows[:, known], expected[known], self.stored, self.output)
         total = torch.zeros((), device=noise.device)
         for step, (feature, token) in enumerate(zip(of_features, of_tokens, strict=True)):
             total = total + weights.decay**step * (weights.feature * feature + weights.token * token)
@@ -90,8 +85,8 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def matches(self, batch: Batch, n_steps: int) -> torch.Tensor:
-        """(n_steps, 2): of chains drafted from each position, how many tokens of step s were compared, given that those
-        before were accepted, and how many of them were accepted.
+        """(n_steps, 2): of chains drafted from each position, the tokens of each step whose chain was accepted so far,
+        and how many of these were accepted.
         """
         judged = torch.zeros(batch.tokens.numel(), dtype=torch.bool, device=batch.tokens.device)
         judged[batch.places] = True
@@ -161,7 +156,7 @@ def trunk_mask(batch: Batch, branches: Branches) -> torch.Tensor:
 
 
 def _ahead(values: torch.Tensor, step: int) -> torch.Tensor:
-    """values (n, m) of `step` positions further on, False behind the end."""
+    """values (n, m) of `step` positions further on, False after the end."""
     return functional.pad(values, (0, step))[:, step:]
 
 

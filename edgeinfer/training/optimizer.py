@@ -23,7 +23,7 @@ class Muon(torch.optim.Optimizer):
     https://kellerjordan.github.io/posts/muon/), as large as AdamW's at that learning rate (Liu et al.,
     arXiv:2502.16982).
 
-    bfloat16: multiply in it, as torch.optim.Muon always does; a CPU without instructions for it is slower so.
+    bfloat16: multiply in it, as torch.optim.Muon always does; it is slower on a CPU without instructions for it.
     """
 
     def __init__(self, matrices: Iterable[nn.Parameter], lr: float, bfloat16: bool = False) -> None:
@@ -32,7 +32,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """One step by the gradients that are there."""
+        """One step, for the matrices that have gradients."""
         for group in self.param_groups:
             for matrix in group["params"]:
                 if matrix.grad is None:
@@ -83,10 +83,10 @@ class Optimizers:
             each.step()
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """What load_state_dicts goes on from."""
+        """The states, for load_state_dicts."""
         return [each.state_dict() for each in self._every]
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Be as the optimizers were that gave these states."""
+        """Restore what state_dicts returned."""
         for each, state in zip(self._every, states, strict=True):
             each.load_state_dict(state)

@@ -1,7 +1,7 @@
 """Prompts that the target writes itself: it continues the chat template from where a person's message begins.
 
 A model that was tuned on conversations then writes a message like those it was tuned on (Magpie, arXiv:2406.08464).
-They are more varied than lists of questions that can be had.
+They are more varied than published lists of questions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edgeinfer.training.corpus import Author, Report
 from edgeinfer.training.prompts import Prompt, read_prompts
 
 CATEGORY = "own"
-MOST_TRIES = 4  # messages that are begun for each that is wanted; some do not end, or come twice
+MOST_TRIES = 4  # messages that are begun per requested prompt; some do not end, or come twice
 SHORTEST = 8  # characters
 _CONTENTS = "Alpha", "9 of them", "(where"  # of messages, which begin with different tokens
 
@@ -46,8 +46,8 @@ def own_prompts(path: Path, engine: Engine, author: Author, n: int, seed: int, r
             break
     if len(found) < n:
         raise InvalidArgument(
-            f"{engine.name} was to write {n} prompts: {len(found)} of the {MOST_TRIES * n} messages that it began were "
-            f"ended and different; ask for fewer by --own-prompts"
+            f"{engine.name} must write {n} prompts: found {len(found)} that ended and differ, of {MOST_TRIES * n} "
+            "messages that it began; request fewer by --own-prompts"
         )
     prompts = list(found)[:n]
     lines = [json.dumps({"turns": prompt.turns, "category": prompt.category}) for prompt in prompts]

@@ -15,10 +15,10 @@ from edgeinfer.common.user_text import without_mark
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a person says, turn by turn. category: of what kind it is, for reports; the same prompt whatever it is."""
+    """The messages of a person in a conversation."""
 
     turns: tuple[str, ...]
-    category: str = field(default="", compare=False)
+    category: str = field(default="", compare=False)  # for reports
 
     def number(self, purpose: str, seed: int) -> int:
         """A number in 0..2**64 - 1 that is the same for the same prompt, purpose and seed."""
@@ -48,7 +48,7 @@ def shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
 
 
 def held_out(prompts: Sequence[Prompt], n: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(to train on, to hold out): those n whose own hash is smallest, whatever the seed and the order."""
+    """(to train on, to hold out). Held out are the n prompts with the smallest hashes, whatever seed and order."""
     out = sorted(prompts, key=lambda prompt: prompt.number("held out", 0))[:n]
     held = set(out)
     return [prompt for prompt in prompts if prompt not in held], out

@@ -20,18 +20,13 @@ Counts = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Quality:
-    """Counts on some answers.
+    """Counts on some answers."""
 
-    n_drafted: tokens of the answers that are in the draft vocabulary, of n_tokens.  matches: by depth, (compared,
-    accepted) of drafted tokens behind accepted ones.  steps: for trees of each size in TREES, (tokens, steps) of
-    decoding with them.
-    """
-
-    n_texts: int
-    n_tokens: int
-    n_drafted: int
-    matches: Counts
-    steps: Counts
+    n_texts: int  # answers
+    n_tokens: int  # of the answers
+    n_drafted: int  # those of them that are in the draft vocabulary
+    matches: Counts  # by depth, (compared, accepted) of drafted tokens after accepted ones
+    steps: Counts  # for trees of each size in TREES, (tokens, steps) of decoding with them
 
     def __add__(self, other: Quality) -> Quality:
         return Quality(
@@ -55,7 +50,7 @@ class Quality:
 
 
 def judged(features: Features, replay: Replay, matches: torch.Tensor, report: Report) -> Quality:
-    """What a head is worth on texts. matches: (n_depths, 2), see Objective.matches."""
+    """Quality of a head on texts. matches: (n_depths, 2), see Objective.matches."""
     device = replay.draft_vocab.device
     answers = [sample.text.tokens[sample.text.n_prompt :] for sample in features.samples]
     tokens = np.concatenate([np.empty(0, np.int32), *answers])

@@ -86,9 +86,9 @@ class Recipe:
 
 
 def read_recipe(path: Path | None, elsewhere: Mapping[str, str]) -> Recipe:
-    """The recipe of a TOML file, None for the defaults.  elsewhere: flags by names that are no keys, for messages.
+    """The recipe of a TOML file, or the defaults for None.  elsewhere: flags by names that are no keys, for messages.
 
-    Raises InvalidArgument for keys that there are not and for wrong values, EdgeInferError where it cannot be read.
+    Raises InvalidArgument for unknown keys and wrong values, EdgeInferError where the file cannot be read.
     """
     if path is None:
         return Recipe()
@@ -109,7 +109,7 @@ def read_recipe(path: Path | None, elsewhere: Mapping[str, str]) -> Recipe:
 
 def _hint(name: str, elsewhere: Mapping[str, str]) -> str:
     if name in elsewhere:
-        return f"the command line says it, {elsewhere[name]}"
+        return f"it is an option of the command line, {elsewhere[name]}"
     keys = list(options_of(Recipe))
     near = difflib.get_close_matches(name, keys, n=1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"

@@ -24,15 +24,11 @@ AT_ONCE = 32  # positions that are drafted from side by side
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one depth, for each of some positions.
+    """k nodes of one depth, for each of n positions."""
 
-    tokens: (n, k) ids of the target.  path_probability: (n, k) of the node and all before it.  is_right: (n, k) whether
-    the recorded answer contains it.
-    """
-
-    tokens: torch.Tensor
-    path_probability: torch.Tensor
-    is_right: torch.Tensor
+    tokens: torch.Tensor  # (n, k) ids of the target
+    path_probability: torch.Tensor  # (n, k), of the node and all before it
+    is_right: torch.Tensor  # (n, k), whether the recorded answer has this path
 
 
 class Replay:
@@ -56,7 +52,7 @@ class Replay:
         """
         device, features = rows.device, self.head.combined(rows)
         ids = torch.from_numpy(tokens.astype("int64")).to(device)
-        starts = torch.arange(n_prompt - 1, len(ids) - 2, device=device)  # ids[start + 1] is known, what follows not
+        starts = torch.arange(n_prompt - 1, len(ids) - 2, device=device)  # ids[start + 1] is known, and none after it
         found: dict[int, list[int]] = {size: [] for size in sizes}
         if not len(starts):
             return found
@@ -71,7 +67,7 @@ class Replay:
     def chains(
         self, tokens: TokenIds, rows: torch.Tensor, starts: torch.Tensor, depth: int, noise: torch.Generator | None
     ) -> torch.Tensor:
-        """(n, depth) tokens that the head drafts behind positions starts (n,) and the token that follows each.
+        """(n, depth) tokens that the head drafts after positions starts (n,) and the token that follows each.
 
         Sampled from its probabilities, or the most likely tokens without noise.  tokens: (n,).  rows: (n, n_rows), the
         target's.
@@ -107,11 +103,10 @@ class Replay:
 
 
 class _Growth:
-    """Trees growing level by level behind some positions of a text, as far as nodes may be among the `size` most
-    probable.
+    """Trees growing level by level after some positions of a text, while nodes can be among the `size` most probable.
 
-    Of the frontier, the nodes to expand: tokens, path_probability, is_right (n, k) as for Level; features (n, k,
-    n_embd), the inputs; path (n, k, depth + 1), which of the rows kept so far lead to each.
+    The attributes are of the frontier, the nodes to expand: tokens, path_probability, is_right (n, k), as for Level;
+    features (n, k, n_embd), the inputs; path (n, k, depth + 1), indices of the kept rows that lead to each.
     """
 
     def __init__(
@@ -129,7 +124,7 @@ class _Growth:
         self._starts = starts
         self._size = size
         self._kept: list[list[KeysValues]] = [[(k.expand(n, -1, -1, -1), v.expand(n, -1, -1, -1)) for k, v in context]]
-        self._n_kept = 0  # rows behind the context's
+        self._n_kept = 0  # rows after those of the context
         before = torch.arange(len(ids) - 1, device=device) < starts[:, None]  # a start's own row is computed anew
         self._seen = before[:, None, None]  # of the context, (n, 1, 1, its rows)
         self._found = torch.empty((n, 0), device=device)  # path_probability of all nodes so far
@@ -139,7 +134,7 @@ class _Growth:
         self.path = torch.empty((n, 1, 0), dtype=torch.int64, device=device)
 
     def levels(self) -> Iterator[Level]:
-        """The nodes of each depth, those that are gone on from and their sisters."""
+        """The nodes of each depth, whether they are expanded or not."""
         for depth in range(DEPTH):
             rows = self._forward(depth)
             level = self._children(rows, depth)
@@ -163,7 +158,7 @@ class _Growth:
         return rows
 
     def _children(self, rows: torch.Tensor, depth: int) -> Level:
-        """The most likely tokens behind each node of the frontier, (n, k * BEAM)."""
+        """The most likely tokens after each node of the frontier, (n, k * BEAM)."""
         probabilities = functional.linear(rows, self._replay.output).softmax(dim=-1)
         best, index = probabilities.topk(min(BEAM, probabilities.shape[-1]), dim=-1)
         tokens = self._replay.draft_vocab[index]

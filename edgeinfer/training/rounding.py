@@ -12,15 +12,16 @@ SCALE_STEPS = [0.82 + 0.02 * i for i in range(13)]  # as in models/formats/q4_0.
 
 @torch.no_grad()
 def rounded(weights: torch.Tensor, type: GGMLType) -> torch.Tensor:
-    """What reading back formats.quantize's bytes of weights (..., n_in) gives, n_in a multiple of the block: the same
-    shape, float32, on the same device. Where two scales fit as well it may take the other.
+    """Weights (..., n_in) as formats.quantize and dequantize would return them: the same shape, float32, same device.
+
+    n_in is a multiple of the block. Where two scales fit equally well, this may take the other one.
 
     Raises UnsupportedModel for types other than F16, Q8_0 and Q4_0.
     """
     if type == GGMLType.F16:
         return _half(weights)
     if type not in (GGMLType.Q8_0, GGMLType.Q4_0):
-        raise UnsupportedModel(f"weights are not trained as {type.name}: F16, Q8_0 and Q4_0 are what there is")
+        raise UnsupportedModel(f"weights can be trained as F16, Q8_0 or Q4_0: found {type.name}")
     blocks = weights.reshape(-1, type.block_elements)
     of_blocks = _q8_0(blocks) if type == GGMLType.Q8_0 else _q4_0(blocks)
     return of_blocks.view_as(weights)

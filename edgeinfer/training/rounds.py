@@ -1,7 +1,7 @@
-"""Training of a head behind its own drafts (DistillSpec, Zhou et al., arXiv:2310.08461).
+"""Training of a head after its own drafts (DistillSpec, Zhou et al., arXiv:2310.08461).
 
 From positions all over the answers of a batch the head drafts chains of tokens, sampled from its probabilities. The
-target's rows behind these tokens are computed, and the head learns the target's probabilities there. So it learns paths
+target's rows after these tokens are computed, and the head learns the target's probabilities there. So it learns paths
 that the target's own text never takes. Chains are drafted when their batch is trained on, with the head of that moment.
 They are not kept: they follow from the weights, the seed and the number of the epoch.
 """
@@ -25,8 +25,8 @@ STRIDE = 16  # positions from one chain to the next
 class Rounds:
     """Batches of texts, as in an epoch, with chains that leave them.
 
-    n_steps: of the head's own drafts in each batch. As many rows of the text before a chain stand once more in front of
-    it, since a step goes on from what the one before predicted for the row before.
+    n_steps: of the head's own drafts in each batch. A chain begins with copies of the n_steps - 1 rows of the text
+    before it, since each step continues from what the step before predicted for the row before.
     """
 
     def __init__(self, batches: Batches, replay: Replay, recorder: Recorder, n_steps: int, seed: int) -> None:
@@ -41,14 +41,14 @@ class Rounds:
         return self._batches.plans(self._seed, epoch, self._length)
 
     def stream(self, plans: Sequence[Plan], epoch: int, device: torch.device) -> Iterator[Batch]:
-        """The batches on a device; each is drafted when it is asked for."""
+        """The batches on a device; the chains of each are drafted when it is requested."""
         for plan in plans:
             rows = self._batches.rows(plan)
             pieces = [[piece for text in self._with_chains(row, epoch) for piece in text] for row in rows]
             yield self._batches.batch(pieces).to(device)
 
     def _with_chains(self, row: Sequence[tuple[Sample, Halves]], epoch: int) -> Iterator[list[Piece]]:
-        """For each text of a row its piece and those of its chains."""
+        """For each text of a row, its piece and those of its chains."""
         n_pieces = 0
         for sample, rows in row:
             starts = self._starts(sample, epoch)
@@ -79,7 +79,7 @@ class Rounds:
             )
 
     def _starts(self, sample: Sample, epoch: int) -> NDArray[np.int64]:
-        """Positions of a text behind which chains begin, as many as its row has room for."""
+        """Positions of a text after which chains begin, as many as its row has room for."""
         n, n_prompt = len(sample.text.tokens), sample.text.n_prompt
         first = max(n_prompt - 1, self._n_copied) + self._number(sample, epoch) % STRIDE
         starts = np.arange(first, min(n, self._batches.row_length) - 1, STRIDE, dtype=np.int64)

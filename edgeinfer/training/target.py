@@ -31,7 +31,7 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.training.features import Taps
 
-# The fields of blocks that are looked at below; see check_blocks.
+# The fields of blocks that are read below; see check_blocks.
 BLOCKS: dict[type, tuple[str, ...]] = {
     Attention: (
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope"),
@@ -44,12 +44,12 @@ _NOT_COMPUTED: dict[type, dict[str, str]] = {
         "soft_cap": "soft caps",
         "query_temperature": "queries that grow with the position",
         "window": "windows of attention",
-        "post_norm": "norms behind attention",
+        "post_norm": "norms after attention",
         "sub_norm": "norms inside attention",
     },
     Dense: {
         "activation": "an activation other than SiLU",
-        "post_norm": "norms behind the network",
+        "post_norm": "norms after the network",
         "sub_norm": "norms inside the network",
     },
 }
@@ -57,10 +57,10 @@ _NOT_COMPUTED: dict[type, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class Matrix:
-    """values: (n_out, n_in) float32.  block: in which its input is rounded, 1 for not at all."""
+    """A weight, and how its input is rounded."""
 
-    values: torch.Tensor
-    block: int
+    values: torch.Tensor  # (n_out, n_in) float32
+    block: int  # numbers of the input that are rounded with one scale, 1 for no rounding
 
 
 class KVCache:
@@ -137,8 +137,8 @@ class TorchTarget:
         cache: KVCache | None = None,
         taps: Taps = True,
     ) -> torch.Tensor:
-        """Rows behind the last norm, (n, m, n_embd), which the output matrix reads; or of the layers in taps, side by
-        side.
+        """Rows after the last norm, (n, m, n_embd), which the output matrix reads; or those after the layers in taps,
+        concatenated.
 
         tokens, positions: (n, m) int64.  mask: what a row sees, True where it does: (n, 1, m, m), or with a cache
         (n, 1, m, k) over its first k positions, where the rows' own keys are put before that.
@@ -154,8 +154,8 @@ class TorchTarget:
             x = tapped[index] = torch.add(x, self._dense(dense_of(layer), x), alpha=spec.residual_scale)
         return self._norm(spec.output_norm, x) if isinstance(taps, bool) else torch.cat([tapped[i] for i in taps], -1)
 
-    def behind_last_norm(self, rows: torch.Tensor) -> torch.Tensor:
-        """Features (..., n_embd) of rows of several layers (..., n_taps * n_embd), the model's last one the last."""
+    def after_last_norm(self, rows: torch.Tensor) -> torch.Tensor:
+        """Features (..., n_embd) of rows of several layers (..., n_taps * n_embd), the model's last one last."""
         return self._norm(self.spec.output_norm, rows[..., -self.spec.n_embd :])
 
     @property
@@ -166,7 +166,7 @@ class TorchTarget:
 
     @torch.inference_mode()
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """(..., n_vocab) of features (..., n_embd)."""
+        """Logits (..., n_vocab) of features (..., n_embd)."""
         return self._products(features, self._output)[0]
 
     def side_by_side(self, texts: Sequence[Sequence[int] | TokenIds]) -> tuple[torch.Tensor, ...]:
@@ -216,7 +216,7 @@ class TorchTarget:
         return self._products(functional.silu(gate) * up, block.down)[0]
 
     def _products(self, x: torch.Tensor, *matrices: TensorRef) -> list[torch.Tensor]:
-        """Each matrix times the rows of x, rounded once for all that round alike."""
+        """Each matrix times the rows of x, which are rounded once per size of block."""
         rounded: dict[int, torch.Tensor] = {1: x}
         products = []
         for ref in matrices:
@@ -244,7 +244,7 @@ class TorchTarget:
 
 
 class Rotation(nn.Module):
-    """How heads are turned by their position; see RopeSpec."""
+    """Rotates heads by their positions; see RopeSpec."""
 
     def __init__(self, rope: RopeSpec) -> None:
         super().__init__()
@@ -259,11 +259,11 @@ class Rotation(nn.Module):
         return cosine.float(), sine.float(), self.rope
 
 
-Turns = tuple[torch.Tensor, torch.Tensor, RopeSpec]  # cosines and sines, (n, m, 1, n_dims / 2), and what they are of
+Turns = tuple[torch.Tensor, torch.Tensor, RopeSpec]  # cosines and sines, (n, m, 1, n_dims / 2), and their rope
 
 
 def turned(heads: torch.Tensor, turns: Turns) -> torch.Tensor:
-    """Heads with their position turned in, (n, m, n_heads, head_dim) float32."""
+    """Heads rotated by their positions, (n, m, n_heads, head_dim) float32."""
     cosine, sine, rope = turns
     is_interleaved = rope.kind == "interleaved"
     pairs = heads[..., : rope.n_dims].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
@@ -277,7 +277,7 @@ def round_activations(x: torch.Tensor, block: int) -> torch.Tensor:
     """As edgeinfer.backends.reference.round_activations; any shape."""
     blocks = x.unflatten(-1, (-1, block))
     largest = torch.linalg.vector_norm(blocks, ord=torch.inf, dim=-1, keepdim=True)
-    # Blocks of nothing stay nothing: their codes are at most 127, their scale below 1e-32.
+    # Blocks of zeros stay zeros: their codes are at most 127, their scale below 1e-32.
     codes = (blocks * (127.0 / largest.clamp(min=1e-30))).round_()
     return codes.mul_(largest / 127.0).flatten(-2)
 
@@ -297,7 +297,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
 
 
 def _check_recipe(file: ModelFile, spec: ModelSpec) -> None:
-    """Raises UnsupportedModel for what the class does not compute, in any layer."""
+    """Raises UnsupportedModel for a layer with a part that the class does not compute."""
     known = {kind: (*names, *_NOT_COMPUTED[kind]) for kind, names in BLOCKS.items()}
     check_blocks(spec.blocks(), known, "training", file.path)
     for what in _beyond(spec):
@@ -308,7 +308,7 @@ def _check_recipe(file: ModelFile, spec: ModelSpec) -> None:
 
 
 def _beyond(spec: ModelSpec) -> Iterator[str]:
-    """What a spec has beyond the recipe, in words."""
+    """What a spec has that is not computed here, in words."""
     if spec.logit_soft_cap is not None:
         yield "soft caps"
     if spec.logit_scale != 1.0:

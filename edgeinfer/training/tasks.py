@@ -54,8 +54,8 @@ def task_prompts(written: Sequence[Written], n: int, longest: int, seed: int) ->
     """At most n prompts, each once: a third summaries, a third questions about passages, a sixth translations of a
     sentence and back, and a sixth questions with a second turn.
 
-    written: answers that the target has ended, in an order that is always the same; without any there are no prompts.
-    longest: characters of what is to be summarised, or to be answered from; what is drawn may exceed it by an answer.
+    written: answers that the target has ended, in a fixed order; without any there are no prompts.
+    longest: characters of the text to summarise or to answer from; a drawn text may exceed it by one answer.
     """
     if not written:
         return []
@@ -66,7 +66,7 @@ def task_prompts(written: Sequence[Written], n: int, longest: int, seed: int) ->
 
 
 class _Tasks:
-    """Draws prompts, each anew; where what was drawn does not do, there is None."""
+    """Draws prompts at random; a method returns None where its draw is not suitable."""
 
     def __init__(self, written: Sequence[Written], longest: int, draw: random.Random) -> None:
         self._written = written
@@ -77,7 +77,7 @@ class _Tasks:
         return Prompt((self._draw.choice(SUMMARISE).format("\n\n".join(self._material([]))),))
 
     def passages(self) -> Prompt | None:
-        """Passages, one of which answers the question behind them."""
+        """Passages, one of which answers the question after them."""
         asked = self._draw.choice(self._written)
         if len(asked.question) > MOST_ASKED:
             return None
@@ -94,7 +94,7 @@ class _Tasks:
         return Prompt((self._draw.choice(self._written).question, self._draw.choice(FOLLOW_UPS)))
 
     def _material(self, first: list[str]) -> list[str]:
-        """Answers, these among them, of a drawn length in all."""
+        """Answers, those of `first` among them, shuffled, of a drawn total length."""
         length = self._draw.randint(self._longest // LONGEST_OVER_SHORTEST, self._longest)
         found = list(first)
         while sum(map(len, found)) < length:

@@ -38,28 +38,25 @@ CLIP = 1.0  # largest norm of the gradients
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. n_steps: of the head's own drafts in each batch.  warm_up: share of the training.
+    """How long and how fast a head is trained."""
 
-    n_rounds: epochs behind the others in which it learns behind its own drafts too.  steps_from: share of the training
-    before which it has one step only: until the first is often right, the others teach little and take their time.
-    rounded_from: share of the training before which its matrices are not rounded to `types`.
-    """
-
-    n_epochs: int
-    n_steps: int
-    learning_rate: float
-    warm_up: float
+    n_epochs: int  # without rounds
+    n_steps: int  # of the head's own drafts in each batch
+    learning_rate: float  # the largest
+    warm_up: float  # share of the training, 0..1
     seed: int
     evaluate_every: int  # batches
     optimizer: OptimizerName = "muon"
-    n_rounds: int = 0
+    n_rounds: int = 0  # further epochs, in which the head also learns after its own drafts
+    # Share of the training before which a batch has one step only. Until the first step is often right, the others
+    # take time and teach little.
     steps_from: float = 0.0
-    rounded_from: float = 1.0
+    rounded_from: float = 1.0  # share of the training before which matrices are not rounded to `types`
     types: HeadTypes = HeadTypes(GGMLType.F16, GGMLType.F16)  # noqa: RUF009
 
     @property
     def n_in_all(self) -> int:
-        """Epochs, rounds among them."""
+        """Epochs, including rounds."""
         return self.n_epochs + self.n_rounds
 
     def steps(self, done: float) -> int:
@@ -76,17 +73,15 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """How far a training is, and how it went. tokens: positions judged, each as often as it was.
-
-    curve: points with the tokens, the seconds, the losses since the point before, and the matches by depth on texts
-    that are held out.
-    """
+    """How far a training is, and how it went."""
 
     epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    tokens: int = 0
+    batch: int = 0  # of the epoch
+    step: int = 0  # batches in all
+    tokens: int = 0  # positions judged, each as often as it was
     seconds: float = 0.0
+    # Points with the tokens, the seconds, the losses since the point before, and the matches by depth on held-out
+    # texts.
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -126,9 +121,9 @@ class Trainer:
             self._resume()
 
     def run(self, report: Report) -> bool:
-        """Train to the end; gives False where SIGINT or SIGTERM came before it. The checkpoint is written either way.
+        """Train to the end; returns False if SIGINT or SIGTERM came before it. Either way a checkpoint is written.
 
-        Raises NumericalError if the loss is no number any more.
+        Raises NumericalError if the loss is not finite.
         """
         with _signals_noted() as noted:
             finished = all(self._epoch(epoch, noted, report) for epoch in self._epochs_left())
@@ -136,7 +131,7 @@ class Trainer:
         return finished
 
     def matches(self, n_steps: int) -> list[float]:
-        """How often a draft at each depth is right on the texts that are held out, where those before it were."""
+        """Share of right drafts at each depth on held-out texts, of those after right ones."""
         return [right / max(1, judged) for judged, right in self.match_counts(n_steps).tolist()]
 
     @torch.no_grad()
@@ -155,13 +150,15 @@ class Trainer:
         return range(self.progress.epoch, self._schedule.n_in_all)
 
     def _epoch(self, epoch: int, noted: list[int], report: Report) -> bool:
-        """Train from where the progress is to the end of the epoch; gives False where a signal came."""
+        """Train from the current progress to the end of the epoch; returns False if a signal came."""
         progress, n = self.progress, self._workers.n
         rounds = self._rounds if epoch >= self._schedule.n_epochs else None
         plans = self._train.plans(self._schedule.seed, epoch) if rounds is None else rounds.plans(epoch)
-        n_batches = len(plans) // n  # of each worker; what is left over comes in another epoch's order
+        n_batches = len(plans) // n  # of each worker; the rest is dropped, another one in each epoch
         if not n_batches:
-            raise InvalidArgument(f"{len(self._train)} texts make no batch for {n} workers: write more (--tokens)")
+            raise InvalidArgument(
+                f"{len(self._train)} texts are too few for a batch for each of {n} workers: write more (--tokens)"
+            )
         started = time.perf_counter()
         own = plans[progress.batch * n + self._workers.rank : n_batches * n : n]
         device = self._workers.device
@@ -198,10 +195,12 @@ class Trainer:
         self._n_losses += 1
 
     def _evaluate(self, report: Report, done: float) -> None:
-        """A point of the curve, and a checkpoint."""
+        """Add a point to the curve, and write a checkpoint."""
         feature, token = (self._losses / max(1, self._n_losses)).tolist()
         if not math.isfinite(feature + token):
-            raise NumericalError(f"the loss is {feature} and {token} at step {self.progress.step}: lower --lr")
+            raise NumericalError(
+                f"the loss is {feature} and {token} at step {self.progress.step}: lower learning_rate (--config)"
+            )
         self._losses.zero_()
         self._n_losses = 0
         with self._rounded(done):
@@ -222,10 +221,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def _rounded(self, done: float) -> Iterator[None]:
-        """Inside, the matrices are as the file will have them, once that share of the training is done.
+        """Inside, matrices are rounded as in the file, if the share `done` of the training has reached rounded_from.
 
-        Gradients are those at the rounded weights, and are taken for those of the weights that are kept: the
-        straight-through estimator (Bengio et al., arXiv:1308.3432).
+        Gradients at the rounded weights are used for the weights that are kept: the straight-through estimator (Bengio
+        et al., arXiv:1308.3432).
         """
         if done < self._schedule.rounded_from:
             yield
@@ -263,11 +262,12 @@ class Trainer:
             if is_from_handler(error):
                 raise
             raise ModelFileError(f"{self._checkpoint} is no checkpoint: {error}; remove it to train anew") from error
-        for key, wanted in self._settings.items():
-            if state["settings"].get(key) != wanted:
+        for key, expected in self._settings.items():
+            found = state["settings"].get(key)
+            if found != expected:
                 raise InvalidArgument(
-                    f"{self._checkpoint} was made with {key} = {state['settings'].get(key)!r:.80}, expected is "
-                    f"{wanted!r:.80}: remove it to train anew, or name the same settings"
+                    f"{self._checkpoint} was made with other settings: expected {key} = {expected!r:.80}, found "
+                    f"{found!r:.80}: remove it to train anew, or name the same settings"
                 )
         self.progress = Progress(**state["progress"])
         self._objective.head.load_state_dict(state["head"])
@@ -277,7 +277,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def _signals_noted() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM are added to in place of what they do otherwise; a second one does that."""
+    """A list that SIGINT and SIGTERM are added to. A second signal does what it did before."""
     noted: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
@@ -295,6 +295,6 @@ def _signals_noted() -> Iterator[list[int]]:
 
 
 def use_deterministic_kernels() -> None:
-    """Let every operation give the same bits each time, where torch has a kernel that does."""
+    """Use kernels that give the same bits each time, where torch has them."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would only cost time

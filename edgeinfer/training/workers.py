@@ -17,11 +17,11 @@ PATIENCE = timedelta(hours=24)  # while another process writes texts
 
 @dataclass(frozen=True)
 class Workers:
-    """rank: of this process among n.  device: what it computes on. A context manager."""
+    """This process among those that train together. A context manager."""
 
-    rank: int
+    rank: int  # of this process, 0..n - 1
     n: int
-    device: torch.device
+    device: torch.device  # that this process computes on
 
     @classmethod
     def join(cls, device: str) -> Workers:

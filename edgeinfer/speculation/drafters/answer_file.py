@@ -1,6 +1,6 @@
 """The file that keeps earlier answers for drafts: a line of JSON that describes it, and the tokens as 32-bit integers.
 
-It holds what was answered, as tokens: whoever can read it can read the answers.
+Whoever can read the file can read the answers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MOST_HEADER = 4096
 
 
 class AnswerFile:
-    """A file of answers. mark: of the tokenizer that they are of, which has n_vocab tokens."""
+    """A file of answers. mark: identifies their tokenizer, which has n_vocab tokens."""
 
     def __init__(self, path: Path, mark: str, n_vocab: int) -> None:
         self._path, self._mark, self._n_vocab = path, mark, n_vocab
         self._may_be_replaced = True
 
     def read(self) -> list[list[int]]:
-        """The answers. Where the file cannot be used, none, and a warning says why.
+        """The answers. Where the file cannot be used, there are none, and a warning says why.
 
-        A file that does not exist yet has none. One that holds something else is not replaced; a damaged one is.
+        A file that does not exist yet has none. A damaged file is replaced later; a file of another kind is not.
         """
         path = self._path
         try:
@@ -47,7 +47,7 @@ class AnswerFile:
         return []
 
     def write(self, text: Sequence[int]) -> None:
-        """Replace the file by answers, each followed by a negative number; a warning where that fails."""
+        """Replace the file by answers, each followed by a negative number. Warns where that fails."""
         if not self._may_be_replaced:
             return
         tokens = _little_endian(array("i", text)).tobytes()
@@ -65,7 +65,7 @@ class AnswerFile:
 
 
 class _Damaged(ValueError):
-    """A file of answers that is not as it was written."""
+    """A file of answers that differs from what was written."""
 
 
 def _tokens(path: Path, mark: str, n_vocab: int) -> array[int]:
@@ -104,7 +104,7 @@ def _answers(tokens: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _little_endian(tokens: array[int]) -> array[int]:
-    """In the order of bytes that files have."""
+    """Tokens with the order of bytes of files."""
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens

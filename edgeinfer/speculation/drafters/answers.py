@@ -20,16 +20,16 @@ from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, Holdin
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 MOST_TOKENS = 32_768
-LEAST_TOKENS = 1024  # that are of use: some ten short answers
+LEAST_TOKENS = 1024  # of a useful index: some ten short answers
 _END = -1  # of an answer
 _ORDER = 3  # tokens that are looked up
 _LEAST_ANSWER = 8  # tokens of an answer that is kept
 _MOST_PLACES, _MOST_MATCH = 8, 24  # places that are compared, and tokens of each
 _MOST_CHAIN = 24  # tokens that are drafted
 _SAVE_EVERY = 2048  # new tokens after which the file is written, beside when the drafter is closed
-# Of the text, the links, and the table of their beginnings; and what arrays hold for their next tokens.
+# The text, the links, the table of their beginnings, and the spare room of arrays.
 _BYTES_PER_TOKEN = 4 + 4 + 8 + 4
-_BYTES_PER_LAST = 36  # of a token of the last request: a place in a list, and an integer
+_BYTES_PER_LAST = 36  # per token of the last request: a place in a list, and an integer
 
 # Buckets: the class of the match's length, and what followed: one place, several that agree, the more frequent of
 # several, or a rarer one. Prior acceptance probabilities of the first node and of later ones, by these and the class,
@@ -50,7 +50,7 @@ _LATER = (
 
 
 class AnswerIndex:
-    """Texts of tokens, at most max_tokens: where that is reached, the older half is forgotten."""
+    """Texts of at most max_tokens tokens in all. When they are full, the older half is forgotten."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -62,7 +62,7 @@ class AnswerIndex:
         self._heads = array("i", [-1]) * (2 * self.max_tokens)  # the last place of each hash
 
     def add(self, answer: Sequence[int]) -> None:
-        """Add an answer; of one that is too long, its end."""
+        """Add an answer, or the end of one that is too long."""
         answer = answer[-(self.max_tokens // 2) :]
         if len(self.text) + len(answer) + 1 > self.max_tokens:
             kept = self.text[len(self.text) - self.max_tokens // 2 + 1 :]
@@ -76,7 +76,7 @@ class AnswerIndex:
         self._link(first)
 
     def _link(self, first: int) -> None:
-        """Add the places from `first` on to the index: of the token that follows each three tokens."""
+        """Index the places from `first` on, each by the three tokens before it."""
         text, before, heads = self.text, self._before, self._heads
         n_heads = len(heads)
         for place in range(len(before), len(text)):
@@ -88,7 +88,7 @@ class AnswerIndex:
                 before[place], heads[slot] = heads[slot], place
 
     def places(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
-        """(length of the match, place of what followed it) of the longest matches of the end, the latest first."""
+        """(length of the match, place after it) of the longest matches of the end of tokens, the latest first."""
         if len(tokens) < _ORDER:
             return []
         text, found = self.text, list[tuple[int, int]]()
@@ -108,7 +108,7 @@ class AnswerIndex:
 
 
 class AnswersDrafter(HoldingDrafter):
-    """Keeps the answers of all conversations. max_tokens: that it holds.  file: keeps them on disk, None for none."""
+    """Keeps the last max_tokens tokens of the answers of all conversations. file: keeps them on disk, None for none."""
 
     name = "answers"
 
@@ -132,7 +132,7 @@ class AnswersDrafter(HoldingDrafter):
         self._context, self._n_prompt = context, len(context.tokens)
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """What followed the longest match in earlier answers: of several places a tree."""
+        """What followed the longest match in earlier answers; several places make a tree."""
         places = self._index.places(context.tokens[-_MOST_MATCH:])
         if not places or limit == 0:
             return no_draft()
@@ -157,7 +157,7 @@ class AnswersDrafter(HoldingDrafter):
         context, self._context = self._context, None
         if context is None or len(context.tokens) < self._n_prompt + _LEAST_ANSWER:
             return
-        # With what every answer follows in the template, so that its beginning is found too.
+        # With the last tokens of the prompt, which are the same before each answer, so that its beginning is found too.
         answer = context.tokens[max(0, self._n_prompt - _ORDER) :]
         self._index.add(answer)
         self._n_unsaved += len(answer)
@@ -172,24 +172,22 @@ class AnswersDrafter(HoldingDrafter):
 
 
 class _Candidate(NamedTuple):
-    """A node that may be drafted. negated: its path probability, for a heap whose least comes first.  at: the places
-    after it.
-    """
+    """A node that may be drafted."""
 
-    negated: float
-    number: int
-    parent: int
+    negated: float  # path probability, negative, as a heap returns its least element first
+    number: int  # counts candidates, so that no two compare equal
+    parent: int  # index in the tree, -1 for the end of the text
     depth: int
     token: int
-    p: float
+    p: float  # prior acceptance probability
     bucket: int
-    at: list[int]
+    at: list[int]  # the places after it in earlier answers
 
 
 def counted_tree(
     text: Sequence[int], places: Sequence[tuple[int, int]], acceptance: AcceptanceModel, limit: int
 ) -> DraftTree:
-    """The likeliest nodes of the tree of what is in a text at places, best first. places: as AnswerIndex.places."""
+    """The likeliest nodes of the tree of what follows some places of a text. places: as AnswerIndex.places."""
     of_length = _CLASS[places[0][0]]
     heap: list[_Candidate] = []
     tree: list[_Candidate] = []

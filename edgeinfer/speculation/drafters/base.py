@@ -14,14 +14,10 @@ from edgeinfer.speculation.verify import Draw
 
 
 class AcceptanceModel(Protocol):
-    """What is known of how often a drafter's tokens are accepted, for drafters that decide when to stop.
+    """Estimates how often a drafter's tokens are accepted, for drafters that decide when to stop."""
 
-    min_probability: nodes with a lower path probability are not worth verifying.  max_wait_ms: milliseconds that the
-    next step may wait for an overlapped drafter.
-    """
-
-    min_probability: float
-    max_wait_ms: float
+    min_probability: float  # nodes with a lower path probability are not worth verifying
+    max_wait_ms: float  # milliseconds that the next step may wait for an overlapped drafter
 
     def probability(self, bucket: int, depth: int, p: float) -> float:
         """Acceptance probability of a node of that bucket and depth (0: first) if its parent is accepted.
@@ -37,21 +33,15 @@ class AcceptanceModel(Protocol):
 
 @dataclass(slots=True)
 class Context:
-    """A request, as a drafter sees it.
+    """A request, as a drafter sees it."""
 
-    tokens: prompt and output so far; a copy for the drafters.  draw: the target's sampler, for drafters with logits:
-    with the same noise both sample the same token more often.  is_greedy: the target takes the most probable token.
-    acceptance: of the drafter that is asked.  n_unverified: tokens at the end that are drafted and not verified yet.
-    is_plain: the target takes the largest logit, without penalties.  params: how it chooses, where that is known.
-    """
-
-    tokens: list[int]
-    draw: Draw
-    is_greedy: bool
-    acceptance: AcceptanceModel = field(init=False)
-    n_unverified: int = 0
-    is_plain: bool = False
-    params: SamplingParams | None = None
+    tokens: list[int]  # prompt and output so far; a copy for the drafters
+    draw: Draw  # the target's sampler: a drafter with logits that uses its noise draws the same token more often
+    is_greedy: bool  # the target takes the most probable token
+    acceptance: AcceptanceModel = field(init=False)  # of the drafter that is called
+    n_unverified: int = 0  # tokens at the end that are drafted and not verified yet
+    is_plain: bool = False  # the target takes the largest logit, without penalties
+    params: SamplingParams | None = None  # how the target chooses, where that is known
 
 
 def held_by(use: MemoryUse) -> dict[str, int]:
@@ -60,9 +50,7 @@ def held_by(use: MemoryUse) -> dict[str, int]:
 
 
 class Drafter(Protocol):
-    """Proposes draft tokens. Whatever it does, the text stays the same; one that raises is not asked again in the
-    request.
-    """
+    """Proposes draft tokens, which never change the text. One that raises is not called again in the request."""
 
     name: str
 
@@ -85,7 +73,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class HoldingDrafter(Protocol):
-    """A drafter that tells what main memory it holds."""
+    """A drafter that reports the main memory that it holds."""
 
     def held(self) -> dict[str, int]:
         """Bytes now, by part: "weights", "caches", "rows", "features", "tables"."""
@@ -97,7 +85,7 @@ class ModelBasedDrafter(Drafter, Protocol):
     """A model-based drafter, whose drafts take time."""
 
     def cost(self, context: Context) -> tuple[float, float]:
-        """Milliseconds of each draft token, and of the prefill that the next draft needs first."""
+        """(milliseconds per draft token, milliseconds of the prefill that the next draft needs first)."""
         ...
 
     def prefill(self, context: Context) -> None:
@@ -120,15 +108,12 @@ class MultiLevelDrafter(ModelBasedDrafter, Protocol):
 
 @runtime_checkable
 class FeatureDrafter(ModelBasedDrafter, Protocol):
-    """A drafter that needs the target's hidden states.
+    """A drafter that needs the target's hidden states."""
 
-    taps: which layers, as the argument `hidden` of Session.forward.
-    """
-
-    taps: bool | tuple[int, ...]
+    taps: bool | tuple[int, ...]  # which layers, as the argument `hidden` of Session.forward
 
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
-        """Hidden states (n, n_taps * n_embd) of the tokens from text[first] on, several layers side by side.
+        """Hidden states (n, n_taps * n_embd) of the tokens from text[first] on, layers concatenated.
 
         Called for each chunk of a prompt before `start`, and for the accepted tokens of a step before `observe`. The
         drafter may copy them. There are none for a prefix that the target took from its KV cache.
@@ -138,12 +123,13 @@ class FeatureDrafter(ModelBasedDrafter, Protocol):
 
 @runtime_checkable
 class BackgroundDrafter(ModelBasedDrafter, Protocol):
-    """A drafter on a device of its own, which works while the target does. timeline: where it records its drafts."""
+    """A drafter on a device of its own, which works while the target does."""
 
-    timeline: Timeline | None
+    timeline: Timeline | None  # where it records its drafts, None for nowhere
 
     def start_drafting(self, context: Context, path: Sequence[int], limit: int) -> None:
-        """Draft at most limit nodes after context.tokens, a draft path that is being verified, and the token that will
-        follow it. Returns at once.
+        """Begin to draft, and return at once.
+
+        At most limit nodes follow context.tokens, then a draft path that is being verified, then the token after it.
         """
         ...

@@ -17,7 +17,7 @@ _UNSURE = 0.8  # below this probability of the first candidate others become nod
 
 
 def draft_candidates(logits: Logits, drawn: int | None, is_greedy: bool, n: int) -> list[tuple[int, float, int]]:
-    """(index in logits, probability, bucket) of the sampled token and, if that is unsure, of the most probable others.
+    """(index in logits, probability, bucket) of the sampled token, and of the most probable others if it is unsure.
 
     logits: (n_vocab,).  drawn: None where no token was sampled; the most probable one is then the first.  n: most
     candidates. Raises NumericalError for logits that are not finite.

@@ -1,4 +1,4 @@
-"""A draft tree of several chains, whose common beginnings are one."""
+"""A draft tree of several chains, which share their common beginnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from edgeinfer.speculation.tree import DraftTree
 
 
 class Chains:
-    """Of one draft. limit: most nodes."""
+    """The chains of one draft. limit: most nodes."""
 
     def __init__(self, context: Context, limit: int) -> None:
         self._acceptance = context.acceptance
@@ -20,11 +20,11 @@ class Chains:
         self._places: dict[tuple[int, int], int] = {}  # node with (parent, token)
 
     def add(self, tokens: Sequence[int], buckets: Sequence[int], priors: Sequence[tuple[float, float]]) -> None:
-        """Add a chain, as long as it is useful; the very first node always, from which the acceptance is learnt.
+        """Add a chain up to its last useful node. The very first node is always added, to learn its acceptance.
 
         A node that another chain has already gets the likelier bucket.
 
-        priors: probability of each node that it is accepted, if it is the first after the text, and elsewhere.
+        priors: acceptance probabilities of each node, (as the first after the text, elsewhere).
         """
         probability, least = self._acceptance.probability, self._acceptance.min_probability
         parent, reached = -1, 1.0
@@ -46,5 +46,5 @@ class Chains:
             parent, reached = node, self._path_probabilities[node]
 
     def tree(self) -> DraftTree:
-        """All of them."""
+        """The tree of all chains."""
         return DraftTree(self._tokens, self._parents, self._p, self._buckets)

@@ -2,7 +2,7 @@
 arXiv:2502.05202).
 
 The target's tokens are decoded and encoded for the draft model, and its draft tokens back (see cross_vocabulary_text).
-Where the two tokenizers split a word differently, the draft is rejected; nothing here affects the text.
+Where the two tokenizers split a word differently, the draft is rejected; the output is unchanged.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CrossVocabularyDrafter(ModelDrafter):
         self._converted = CrossVocabularyText(target, own)
 
     def cost(self, context: Context) -> tuple[float, float]:
-        """See ModelBasedDrafter. A target token is taken to be as many draft-model tokens as in the text so far."""
+        """See ModelBasedDrafter. Assumes as many draft-model tokens per target token as in the text so far."""
         text, n_unverified = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0
@@ -84,10 +84,10 @@ class CrossVocabularyDrafter(ModelDrafter):
         return self._converted.tokens, 0
 
     def _most_probable(self, tokens: Sequence[int]) -> tuple[int, float]:
-        """Run and commit tokens; the most probable next token, and its probability."""
+        """Run and commit tokens; returns the most probable next token and its probability."""
         ((index, p),) = top_k(self._forward(tokens), 1)
         if not math.isfinite(p):
-            raise NumericalError("the draft model's logits are no numbers")
+            raise NumericalError("the draft model's logits must be numbers: found others")
         return self._token(index), p
 
     def _converted_tree(self, drafted: Sequence[int], p: Sequence[float], limit: int, is_greedy: bool) -> DraftTree:
@@ -121,15 +121,15 @@ def model_drafter(
 
 
 def check_vocabulary(draft: ModelFile, target: ModelFile, n_vocab: int) -> None:
-    """Raises UnsupportedModel, TokenizerError where the draft model has another vocabulary that cannot be read."""
+    """Raises UnsupportedModel or TokenizerError if the draft model has another vocabulary that cannot be read."""
     if not has_vocabulary_of(draft, target, n_vocab):
         Tokenizer.from_file(draft)
 
 
 def has_vocabulary_of(draft: ModelFile, target: ModelFile, n_vocab: int) -> bool:
-    """Whether a draft model has the same tokens as the target's n_vocab, but for padding at the end."""
-    own, wanted = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
-    if not isinstance(own, (Array, list)) or not isinstance(wanted, (Array, list)):
+    """Whether a draft model has the same tokens as the target's n_vocab, except padding at the end."""
+    own, expected = (file.metadata.get("tokenizer.ggml.tokens") for file in (draft, target))
+    if not isinstance(own, (Array, list)) or not isinstance(expected, (Array, list)):
         return False
     n = min(len(own), n_vocab)
-    return own[:n] == wanted[:n] and all(str(token).startswith("[PAD") for token in wanted[n:n_vocab])
+    return own[:n] == expected[:n] and all(str(token).startswith("[PAD") for token in expected[n:n_vocab])

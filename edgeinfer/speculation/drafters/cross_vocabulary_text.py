@@ -17,10 +17,10 @@ _PIECE, _LONG_PIECE = 16, 256
 class CrossVocabularyText:
     """A text of the target's tokens, encoded for the draft model piece by piece.
 
-    A text that grows is encoded again from its last piece on only. Control tokens are mapped by name.
+    When a text grows, only its last piece is encoded again. Control tokens are mapped by name.
 
-    tokens: the draft model's.  is_complete: the text ends with a complete UTF-8 character; the bytes of an incomplete
-    one are left out of `tokens`.
+    tokens: the text in the draft model's tokens.  is_complete: the text ends with a complete UTF-8 character; the bytes
+    of an incomplete one are left out of `tokens`.
     """
 
     def __init__(self, target: Tokenizer, draft: Tokenizer) -> None:
@@ -34,7 +34,7 @@ class CrossVocabularyText:
         self._controls: dict[int, list[int]] = {}
 
     def update(self, text: Sequence[int]) -> int:
-        """Encode a text of the target; returns how many of the first draft-model tokens stay as they were."""
+        """Encode a text of the target; returns how many of the first draft-model tokens are unchanged."""
         encoded, self._encoded = self._encoded, []  # after a failure nothing is known
         has_grown = text is self._source and len(text) >= len(encoded)
         n_common, self._source = len(encoded) if has_grown else common_length(encoded, text), text
@@ -51,9 +51,9 @@ class CrossVocabularyText:
         return n_kept + common_length(before, self.tokens[n_kept:])
 
     def to_target(self, drafted: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """The target's tokens for draft tokens after the text; with each, the indices of draft tokens that begin in it.
+        """The target's tokens for draft tokens after the text, each with the indices of draft tokens that begin in it.
 
-        A control token may be the last of them. An incomplete character at the end is left out.
+        The last one may be a control token. An incomplete character at the end is left out.
         """
         ending = drafted[-1:] if drafted and self._draft.is_control(drafted[-1]) else []
         pieces = [self._draft.token_bytes(id) for id in drafted[: len(drafted) - len(ending)]]
@@ -106,7 +106,7 @@ class CrossVocabularyText:
         return is_complete
 
     def _control(self, id: int) -> list[int]:
-        """The draft model's tokens for a control token: the one of that name, else its encoded name; none for a bos."""
+        """The draft model's tokens for a control token: the one of that name, else the encoded name; of a bos, none."""
         if id not in self._controls:
             name = self._target.token_bytes(id).decode()
             same = self._draft.token_id(name)
@@ -118,7 +118,7 @@ class CrossVocabularyText:
 
 
 def _decoded(raw: bytes) -> tuple[str, bool]:
-    """The complete characters of some bytes, and whether that is all of them."""
+    """The complete characters of some bytes, and whether all bytes are in them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(raw)
     return text, not decoder.getstate()[0]

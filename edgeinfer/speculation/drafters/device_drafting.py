@@ -1,4 +1,4 @@
-"""Device drafting: a device makes several levels of a draft in one call, where that is cheaper than a call a level."""
+"""Device drafting: a device makes several levels of a draft in one call, where that is cheaper than one call each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Session = TypeVar("_Session", DraftingSession, DraftingHead)
 
 
 class DeviceDrafting(Generic[_Session]):
-    """What a session's device drafts in one call, and what it costs.
+    """Drafts of a session's device in one call, and their costs.
 
     costs: of a draft after one token, by number of levels.
     """
@@ -28,7 +28,7 @@ class DeviceDrafting(Generic[_Session]):
         self._accepted, self._all = _PRIOR
 
     def milliseconds(self) -> list[float]:
-        """Of a draft by number of levels."""
+        """Milliseconds of a draft, by number of levels."""
         return self.costs.milliseconds(self.session.n_past)
 
     def learn(self, probability: float) -> None:
@@ -36,9 +36,9 @@ class DeviceDrafting(Generic[_Session]):
         self._accepted, self._all = _DECAY * self._accepted + probability, _DECAY * self._all + 1.0
 
     def best_n_levels(self, one_ms: float, max_levels: int, max_ms: float = MAX_CALL_MS) -> int:
-        """Number of levels with the least cost per accepted level; 1 means levels that the host makes one by one.
+        """Number of levels with the least cost per accepted level; 1 means that the host makes levels one by one.
 
-        one_ms: cost of such a level.  max_ms: that a call may take.
+        one_ms: cost of a level made by the host.  max_ms: longest call.
         """
         costs = self.milliseconds()
         best_n, best_ms, expected = 1, one_ms, 1.0
@@ -49,7 +49,7 @@ class DeviceDrafting(Generic[_Session]):
         return best_n
 
     def n_useful_levels(self, n: int, path_probabilities: Sequence[float], acceptance: AcceptanceModel) -> int:
-        """Of n levels after those of a chain, how many are worth making, at the mean acceptance rate of levels."""
+        """How many of n levels after a chain are worth making, at the mean acceptance rate of levels."""
         longer = list(path_probabilities)
         while len(longer) < len(path_probabilities) + n and acceptance.should_extend(longer):
             longer.append((longer[-1] if longer else 1.0) * self._accepted / self._all)
@@ -59,7 +59,7 @@ class DeviceDrafting(Generic[_Session]):
 def close_drafter(
     session: Session | HeadSession, costs: CostModel, device_drafting: DeviceDrafting[Any] | None
 ) -> None:
-    """Free what a drafter drafts with, the session and its model, and keep the corrected cost curves."""
+    """Free the session and the model of a drafter, and keep the corrected cost curves."""
     costs.close()
     if device_drafting is not None:
         device_drafting.costs.close()

@@ -1,4 +1,4 @@
-"""How the target will choose among candidates whose logits are known from an earlier time.
+"""Predicts how the target will choose among candidates whose logits are known from an earlier pass.
 
 The target's token is drawn with noise that follows from the seed, the place in the text and the token alone
 (edgeinfer.sampling), after penalties that follow from the text. So a drafter that has candidates with their logits can
@@ -20,17 +20,17 @@ _BAN = -20.0  # a bias below which no token is likely enough for a draft
 
 
 def foresight_of(context: Context) -> Foresight | None:
-    """Of a request whose choice depends on more than the logits; else None."""
+    """The foresight of a request whose choice depends on more than the logits; else None."""
     if context.params is None or context.is_plain:
         return None
     return Foresight(context.params, context.tokens)
 
 
 class Foresight:
-    """Of one text. tokens: the text so far.
+    """Predicts choices after one text. tokens: the text so far.
 
-    Bias, repeat, frequency and presence penalties, top_p, min_p and temperature are foreseen; DRY is not, and of a path
-    of drafts only its own tokens are added to the recent ones.
+    It applies bias, repeat, frequency and presence penalties, top_p, min_p and temperature, but not DRY. The tokens of
+    a draft path are added to the recent ones, and none of these is dropped for them.
     """
 
     def __init__(self, params: SamplingParams, tokens: Sequence[int]) -> None:
@@ -44,11 +44,11 @@ class Foresight:
     def ranked(
         self, candidates: Sequence[tuple[int, float]], total: float, path: Sequence[int]
     ) -> list[tuple[int, float]]:
-        """(id, probability) of candidates that may be chosen, the one that will be first.
+        """(id, probability) of candidates that may be chosen, first the one that the target will choose.
 
         candidates: ids and logits.  total: log of the sum of the exponentials of all logits.  path: draft tokens after
-        the text. The probabilities are those of the softmax, with the noise for a sampled request; the rest of the
-        vocabulary counts where nothing is sampled.
+        the text. Probabilities are a softmax: of the scores with noise, over the candidates, in a sampled request; of
+        the logits, over the whole vocabulary, in a greedy one.
         """
         params = self._params
         before = math.fsum(math.exp(logit - total) for _, logit in candidates)
@@ -69,11 +69,11 @@ class Foresight:
         return [(id, each / of_all) for (_, id), each in zip(scored, exponentials, strict=True)]
 
     def is_penalised(self, id: int, path: Sequence[int]) -> bool:
-        """Whether penalties or a bias make a token less likely than the model has it. path: as for `ranked`."""
+        """Whether penalties or a bias make a token less likely. path: as for `ranked`."""
         return self._biases.get(id, 0.0) < 0.0 or (self._params.has_penalties and (id in self._recent or id in path))
 
     def is_banned(self, id: int) -> bool:
-        """Whether a bias leaves a token no chance."""
+        """Whether a bias bans a token."""
         return self._biases.get(id, 0.0) <= _BAN
 
     def _scored(
@@ -82,7 +82,7 @@ class Foresight:
         shares: Sequence[float],
         path: Sequence[int],
     ) -> list[tuple[float, int]]:
-        """(score, id) of what top_p and min_p leave, the largest first."""
+        """(score, id) of the candidates that top_p and min_p leave, the largest score first."""
         params, temperature = self._params, max(self._params.temperature, _TINY)
         key = stream_key(params.seed or 0, self._n_tokens + len(path))
         least, cumulated = params.min_p * max(shares), 0.0

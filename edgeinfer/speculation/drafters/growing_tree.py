@@ -12,40 +12,32 @@ from edgeinfer.speculation.tree import DraftTree
 
 
 class Node(NamedTuple):
-    """A node that may get children.
+    """A node that may get children."""
 
-    place: its index in the tree.  path: tokens of the tree up to it.  row: pending row of its parent in the head's
-    session, -1 for the end of the text.  feature: (n_embd,) predicted for its parent's position.
-    """
-
-    place: int
+    place: int  # index in the tree
     path_probability: float
-    path: list[int]
-    row: int
-    feature: Features
+    path: list[int]  # tokens of the tree up to it
+    row: int  # pending row of its parent in the head's session, -1 for the end of the text
+    feature: Features  # (n_embd,), predicted for its parent's position
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """A tree that grows.
-
-    text: the context's tokens, with the path of a node after them.  limit: most nodes.  n_pending: rows of the tree in
-    the head's session.
-    """
+    """A tree that grows."""
 
     context: Context
-    text: list[int]
-    limit: int
-    n_pending: int = 0
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
+    text: list[int]  # the context's tokens, with the path of a node after them
+    limit: int  # most nodes
+    n_pending: int = 0  # rows of the tree in the head's session
+    tokens: list[int] = field(default_factory=list)  # by node, as the following
+    parents: list[int] = field(default_factory=list)  # -1 for the end of the text
     p: list[float] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
 
     def add(
         self, parent: int, path_probability: float, depth: int, candidates: Sequence[tuple[int, float, int]]
     ) -> list[tuple[int, float]]:
-        """Add candidates (token, p, bucket) as children of a node; (place, path probability) of each that fits.
+        """Add candidates (token, p, bucket) as children of a node; returns (place, path probability) of those that fit.
 
         path_probability: of the parent.  depth: of the children.
         """

@@ -36,7 +36,7 @@ _FEW_ROWS, _COLD_RATE = 8, 0.05
 class HeadDrafter(ModelBasedDrafter):
     """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
 
-    n_vocab: tokens that the target has.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
+    n_vocab: size of the target's vocabulary.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
     levels of DEFAULT_WIDTH nodes, if its device drafts by itself.
     """
 
@@ -57,8 +57,8 @@ class HeadDrafter(ModelBasedDrafter):
         self._device_drafting = device_drafting
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
-        # Milliseconds by which the first pass of a draft is slower than later ones: the target's weights have evicted
-        # the head's from the CPU caches.
+        # Milliseconds by which the first pass of a draft is slower than later ones, as the target's weights have
+        # evicted the head's from the CPU caches.
         self._cold_ms = 0.0
         self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
         self._level = np.empty((_WIDTH, session.spec.n_embd), dtype=np.float32)
@@ -74,11 +74,11 @@ class HeadDrafter(ModelBasedDrafter):
     def memory(
         n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0, n_logits: int | None = None
     ) -> dict[str, int]:
-        """Bytes of the features of a text and of those of a batch, and of rows: a level, and the logits of one pass,
-        of the last row, and of one whose other tokens are never sampled.
+        """Bytes of features (of a text and of a batch), and of rows: a level, the logits of one pass and of the last
+        row, and the logits over the whole vocabulary.
 
-        n_rows: numbers of the target's layers that a feature is projected from, which are copied side by side; 0
-        without a projection.  n_logits: that the head has, None for all tokens.
+        n_rows: numbers that a feature is projected from, the rows of the target's layers; 0 without a projection.
+        n_logits: of the head, None for all tokens.
         """
         features = 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows)
         of_pass = (1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
@@ -86,7 +86,7 @@ class HeadDrafter(ModelBasedDrafter):
 
     @override
     def start(self, context: Context) -> None:
-        """A request begins, whose features have come."""
+        """See Drafter. The features of the prompt have been observed."""
         if self._tokens == context.tokens:
             self._text = context.tokens
 
@@ -139,10 +139,10 @@ class HeadDrafter(ModelBasedDrafter):
 
     @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """See Drafter. New tokens pass through the head when a draft is wanted."""
+        """See Drafter. New tokens pass through the head when a draft is requested."""
 
     def held(self) -> dict[str, int]:
-        """See HoldingDrafter. Of the features those of known positions, which is where memory was written to."""
+        """See HoldingDrafter. Features count for known positions only: the rest of their memory is untouched."""
         own = held_by(self.session.memory())
         own["rows"] += self._level.nbytes + self._logits.nbytes
         return {**own, "features": len(self._tokens) * self._features.itemsize * self._features.shape[1]}
@@ -160,21 +160,21 @@ class HeadDrafter(ModelBasedDrafter):
 
     def _n_unseen(self, context: Context) -> int:
         """Rows of the text that are not in the cache. The last token has no feature yet, nor have unverified ones."""
-        n_wanted = len(context.tokens) - context.n_unverified - 1
-        if len(self._tokens) != n_wanted:
-            raise ShapeError(f"features of {n_wanted} tokens are needed, {len(self._tokens)} are known")
+        n_expected = len(context.tokens) - context.n_unverified - 1
+        if len(self._tokens) != n_expected:
+            raise ShapeError(f"expected features of {n_expected} tokens, found {len(self._tokens)}")
         if not self.session.spec.decoder.n_layers:  # no attention: it sees its own position only
             return 1
         return len(self._tokens) - self._start - self.session.n_past
 
     def _n_to_run(self, context: Context) -> int:
-        """Rows to run: those not in the cache, or the last one once more, whose outcome is not known."""
+        """Rows to run: those not in the cache, or if there are none, the last one again, to know its result."""
         if not self._n_unseen(context):
             self.session.truncate(self.session.n_past - 1)
         return self._n_unseen(context)
 
     def _run_text(self, context: Context, n: int) -> tuple[Features, Logits]:
-        """Run and commit the next n rows; the predicted feature and the logits of the last."""
+        """Run and commit the next n rows; returns the predicted feature and the logits of the last."""
         first = len(self._tokens) - self._n_unseen(context)
         self._last = None
         for start in range(first, first + n, self.session.n_batch):
@@ -186,7 +186,7 @@ class HeadDrafter(ModelBasedDrafter):
 
     @contextmanager
     def _timed(self, n: int) -> Iterator[None]:
-        """Observe the cost of a pass of n rows and what is made of it."""
+        """Observe the cost of a pass of n rows and of the work on its results."""
         n_past, started = self.session.n_past, perf_counter()
         yield
         self._costs.observe(n, n_past, 1e3 * (perf_counter() - started))
@@ -203,7 +203,7 @@ class HeadDrafter(ModelBasedDrafter):
 
     @contextmanager
     def _forgetting_on_failure(self) -> Iterator[None]:
-        """After a failure no feature counts as known, and the cache is truncated when the next ones come."""
+        """After a failure all features are forgotten, and the cache is truncated when the next ones come."""
         try:
             yield
         except Interrupted:
@@ -216,7 +216,7 @@ class HeadDrafter(ModelBasedDrafter):
     # ---- A tree in one call ------------------------------------------------------------------------------------------
 
     def _levels_per_call(self, context: Context, max_levels: int) -> int:
-        """Levels that the device best makes in one call, 1 for levels whose nodes are selected here."""
+        """Best number of levels for one call of the device; 1 means that nodes are selected here."""
         if self._device_drafting is None or not context.is_plain:
             return 1
         level_ms = self._costs.milliseconds(self.session.n_past)[DEFAULT_WIDTH]
@@ -247,7 +247,7 @@ class HeadDrafter(ModelBasedDrafter):
         if n == 1 and not context.n_unverified:
             device_drafting.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not np.isfinite(nodes.probabilities).all():
-            raise NumericalError("the head's logits are no numbers")
+            raise NumericalError("the head's logits must be numbers: found others")
         self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
         self._take_nodes(device_drafting, tree, nodes)
 
@@ -284,7 +284,7 @@ class HeadDrafter(ModelBasedDrafter):
             level = self._next_level(tree, level, len(chain)) if tree.context.acceptance.should_extend(chain) else []
 
     def _first_level(self, tree: GrowingTree) -> list[Node]:
-        """Run the new tokens of the text, and the unverified ones; the nodes right after them, most probable first."""
+        """Run the new and the unverified tokens of the text; returns the nodes after them, most probable first."""
         context = tree.context
         n = self._n_to_run(context) if self._last is None else self._n_unseen(context)
         if n or self._last is None:
@@ -306,7 +306,7 @@ class HeadDrafter(ModelBasedDrafter):
         return min(self.session.n_ctx - self.session.n_past, self.session.n_batch) - tree.n_pending
 
     def _next_level(self, tree: GrowingTree, level: list[Node], depth: int) -> list[Node]:
-        """Run the most probable nodes of a level in one pass; their children, most probable first."""
+        """Run the most probable nodes of a level in one pass; returns their children, most probable first."""
         session, n_pending, n_free = self.session, tree.n_pending, self._n_free_rows(tree)
         if n_free < 1 or len(tree.tokens) >= tree.limit:
             return []
@@ -343,10 +343,10 @@ class HeadDrafter(ModelBasedDrafter):
     def _children(
         self, tree: GrowingTree, parent: Node, depth: int, logits: Logits, is_sampled: bool = True
     ) -> list[Node]:
-        """Add the candidates after a node to the tree; the new nodes, most probable first.
+        """Add the candidates after a node to the tree; returns the new nodes, most probable first.
 
-        parent: with the row and the feature that its children continue.  is_sampled: with the target's sampler, unless
-        the target takes the largest logit anyway; takes more time.
+        parent: with the row and the feature that its children continue.  is_sampled: use the target's sampler, which is
+        slower, unless the target takes the largest logit.
         """
         logits = logits[: len(self._ids)]
         drawn = self._sample(tree, parent, logits) if is_sampled and not tree.context.is_plain else None
@@ -368,6 +368,6 @@ class HeadDrafter(ModelBasedDrafter):
 def _features(out: Output) -> Features:
     """(n, n_embd) predicted features of the rows of a pass."""
     if out.hidden is None:
-        raise ShapeError("a head gives the features that it predicts: found none")
+        raise ShapeError("a head must return the features that it predicts: found none")
     features: Features = out.hidden[0]
     return features

@@ -16,14 +16,14 @@ _N_ROWS = 65_536
 _ORDERS = (3, 2, 1)  # numbers of tokens that are looked up, in this order
 _PRIORS = ((4.0, 6.0), (3.0, 5.0), (2.0, 5.0))  # by order: accepted guesses and all guesses before any is observed
 _DECAY = 0.98  # of all counts, with each new one
-_OVERHEAD = 0.03  # of a guess, in passes of one token, beside its part of the pass
+_OVERHEAD = 0.03  # cost of a guess beside its part of the pass, in passes of one token
 
 
 class LookupToken(NamedTuple):
-    """A guessed token, and the index in _ORDERS with which it was found."""
+    """A guessed token."""
 
     token: int
-    order: int
+    order: int  # index in _ORDERS of the length of the n-gram that it follows
 
 
 class NgramLookup:
@@ -42,7 +42,7 @@ class NgramLookup:
 
     @property
     def levels_per_pass(self) -> float:
-        """Mean number of levels that a pass has made lately."""
+        """Mean number of levels of recent passes."""
         return self._levels / self._passes
 
     def add(self, text: Sequence[int], first: int) -> None:
@@ -73,7 +73,7 @@ class NgramLookup:
         return found
 
     def learn(self, guesses: Sequence[LookupToken], chosen: Sequence[int]) -> None:
-        """Compare the guesses of a pass with the tokens that the draft model chose: one more than were accepted."""
+        """Compare the guesses of a pass with the tokens that the draft model chose, one more than it accepted."""
         self._levels = _DECAY * self._levels + len(chosen)
         self._passes = _DECAY * self._passes + 1.0
         for guess, token in zip(guesses, chosen, strict=False):

@@ -29,16 +29,16 @@ from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.tree import DraftTree
 
 _N_CANDIDATES = 2  # of a level
-_MAX_UNSEEN = 4  # tokens that a pass with guesses may have before them, as it computes logits of all
+_MAX_UNSEEN = 4  # tokens before the guesses of a pass, at most, as it computes the logits of all
 _Level: TypeAlias = list[tuple[int, float, int]]  # token, probability and bucket of its nodes
 
 
 @dataclass(slots=True)
 class _Chain:
-    """A growing chain with second candidates. text: the context's, and the chain."""
+    """A growing chain with second candidates."""
 
-    text: list[int]
-    tokens: list[int] = field(default_factory=list)
+    text: list[int]  # the context's tokens, then the chain
+    tokens: list[int] = field(default_factory=list)  # by node, as the following
     parents: list[int] = field(default_factory=list)
     p: list[float] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class _Chain:
 class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
     """A draft model and its KV cache. It owns the session and its model.
 
-    n_vocab: tokens that the target has.  device_drafting: of that session, if its device drafts by itself.
+    n_vocab: size of the target's vocabulary.  device_drafting: of that session, if its device drafts by itself.
     draft_vocab: (n_logits,) ascending ids of the tokens that the model has logits for, None for the first ones.
     """
 
@@ -86,7 +86,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         self._lookup = NgramLookup()
         self._n_looked_up = 0  # tokens of the text that are in the lookup table
         self._ids = None if draft_vocab is None else draft_vocab[draft_vocab < n_vocab].astype(np.intp)
-        # Of all tokens, for the target's sampler, which never takes one that is not in draft_vocab.
+        # Logits of all tokens, for the target's sampler, which never takes one that is not in draft_vocab.
         self._logits = np.full(0 if draft_vocab is None else n_vocab, -np.inf, dtype=np.float32)
 
     @staticmethod
@@ -96,7 +96,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
 
     @override
     def start(self, context: Context) -> None:
-        """See Drafter. The KV cache is compared with the new text when a draft is wanted."""
+        """See Drafter. The KV cache is compared with the new text when a draft is requested."""
         self._n_agreed = self._n_looked_up = 0
 
     @override
@@ -137,7 +137,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
 
     @override
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """See Drafter. The KV cache is brought up to date when a draft is wanted."""
+        """See Drafter. The KV cache is brought up to date when a draft is requested."""
 
     @override
     def held(self) -> dict[str, int]:
@@ -156,11 +156,11 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
     # ---- Levels ------------------------------------------------------------------------------------------------------
 
     def _max_levels(self, chain: _Chain, limit: int) -> int:
-        """Levels that the limit and the context leave room for."""
+        """Most levels, by the limit and the room in the context."""
         return max(0, min(limit - len(chain.tokens), self.session.n_ctx - len(chain.text)))
 
     def _levels(self, context: Context, chain: _Chain, unseen: list[int], limit: int) -> list[_Level]:
-        """The next levels of a chain: as many as one call or pass makes best, and no more than are worth making."""
+        """The next levels of a chain, in the best number for one call or pass, and no more than are worth making."""
         max_levels = self._max_levels(chain, limit)
         if self._device_drafting is not None:
             useful = self._device_drafting.n_useful_levels(max_levels, chain.path_probabilities, context.acceptance)
@@ -170,7 +170,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         return self._levels_of_pass(context, chain.text, unseen, max_levels)
 
     def _levels_per_call(self, context: Context, max_levels: int, max_ms: float = MAX_CALL_MS) -> int:
-        """Levels that the device best makes in one call, 1 for a pass whose logits are read here."""
+        """Best number of levels for one call of the device; 1 means a pass whose logits are read here."""
         if self._device_drafting is None or not context.is_plain:
             return 1
         one_ms = self._costs.milliseconds(self.session.n_past)[1]
@@ -198,7 +198,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         return levels
 
     def _candidates(self, context: Context, row: Logits, text: list[int]) -> _Level:
-        """The level behind a text, from its logits."""
+        """The level after a text, from its logits."""
         if self._ids is None:
             return draft_candidates(row, context.draw(row, text), context.is_greedy, _N_CANDIDATES)
         self._logits[self._ids] = row
@@ -207,19 +207,19 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         return [(self._token(index), p, bucket) for index, p, bucket in found]
 
     def _token(self, index: int) -> int:
-        """The token that a place in a row of logits is of."""
+        """The token of an index in a row of logits."""
         return index if self._ids is None else int(self._ids[index])
 
     def _levels_of_device(
         self, device_drafting: DeviceDrafting[DraftingSession], tokens: Sequence[int], n_levels: int
     ) -> list[_Level]:
-        """The next levels, made by the device in one call that runs these tokens first; commits what was run."""
+        """The next levels, made by the device in one call that runs these tokens first. Commits what was run."""
         n_past, started = self.session.n_past, perf_counter()
         nodes = device_drafting.session.draft(tokens, n_levels, n_vocab=min(self._n_vocab, self.session.spec.n_vocab))
         if len(tokens) == 1:
             device_drafting.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not all(map(math.isfinite, nodes.p.tolist())):
-            raise NumericalError("the draft model's logits are no numbers")
+            raise NumericalError("the draft model's logits must be numbers: found others")
         self._commit([*tokens, *nodes.tokens[:-1].tolist()])
         ids, probabilities = (each[:, :_N_CANDIDATES].tolist() for each in (nodes.candidates, nodes.probabilities))
         return [greedy_candidates(list(zip(*level, strict=True))) for level in zip(ids, probabilities, strict=True)]
@@ -227,11 +227,11 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
     # ---- The KV cache ------------------------------------------------------------------------------------------------
 
     def _text(self, context: Context) -> tuple[list[int], int]:
-        """The text in the draft model's tokens, and how many at its end are not verified."""
+        """(the text in the draft model's tokens, how many at its end are not verified)."""
         return context.tokens, context.n_unverified
 
     def _cost_after(self, text: Sequence[int], n_unverified: int) -> tuple[float, float]:
-        """Milliseconds of each token drafted after a text, and of the prefill that it needs first."""
+        """(milliseconds per token drafted after a text, milliseconds of the prefill before)."""
         n_past = self._align(text, n_unverified)
         token_ms = self._costs.milliseconds(n_past)[1]
         return token_ms, self._costs.chain_ms(len(text) - n_past, n_past) - token_ms
@@ -255,7 +255,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         return n
 
     def _forward(self, tokens: Sequence[int]) -> Logits:
-        """Run and commit tokens; the logits after the last, (n_vocab,)."""
+        """Run and commit tokens; returns the logits after the last, (n_vocab,)."""
         last = self._run_all_but_a_batch(tokens)
         row: Logits = self._pass(last, 1)[0]
         self._commit(last)
@@ -271,7 +271,7 @@ class ModelDrafter(MultiLevelDrafter, HoldingDrafter):
         return rest
 
     def _pass(self, tokens: Sequence[int], n_rows: int) -> Logits:
-        """Run tokens; the logits of the last n_rows, (n_rows, n_vocab) or fewer columns if the model has fewer."""
+        """Run tokens; returns the last logits, (n_rows, n_vocab) or fewer columns if the model has fewer."""
         n_past, started = self.session.n_past, perf_counter()
         rows = self.session.forward(tokens, logits="last" if n_rows == 1 else "all").logits
         self._costs.observe(len(tokens), n_past, 1e3 * (perf_counter() - started))

@@ -35,8 +35,8 @@ _MARGIN = 0.8  # of max_wait_ms: a draft that is expected later than this may co
 class OverlappedDrafter(BackgroundDrafter):
     """A drafter with a thread in which it drafts while the target verifies; see the module. It owns that drafter.
 
-    device: what it drafts on, for messages.  timeline: where its drafts are recorded, None for nowhere. `observe` is
-    not passed on: the drafter sees accepted tokens in the next context.
+    device: the drafter's, for messages.  timeline: where its drafts are recorded, None for nowhere. `observe` is not
+    passed on: the drafter sees accepted tokens in the next context.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class OverlappedDrafter(BackgroundDrafter):
         self.name = drafter.name
         self.timeline: Timeline | None = None
         self._drafter = drafter
-        # A token of a cross-vocabulary draft may be several of the draft model's, or a part of one: no level to
-        # continue from.
+        # A cross-vocabulary draft has no levels to continue from: one token of it may be several of the draft model's,
+        # or a part of one.
         is_tree = isinstance(drafter, (FeatureDrafter, CrossVocabularyDrafter))
         self._draft_type = OverlappedTree if is_tree else OverlappedChain
         self._watchdog = Watchdog(drafter.name, device, clock)
@@ -76,7 +76,7 @@ class OverlappedDrafter(BackgroundDrafter):
 
     @override
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """What there is after the text by now, or soon enough to be worth waiting for."""
+        """The draft after the text so far. Waits for more nodes if they are due soon enough."""
         self.start_drafting(context, (), limit)
         max_wait, now = 1e-3 * context.acceptance.max_wait_ms, self._clock.now()
         draft, deadline, last_due = self._draft, now + max_wait, now + _MARGIN * max_wait
@@ -130,7 +130,7 @@ class OverlappedDrafter(BackgroundDrafter):
         self._watchdog.submit(lambda: self._grow(draft), self._token_ms)
 
     def _grow(self, draft: OverlappedDraft) -> None:
-        """Ask the drafter for one step of a draft after the other."""
+        """Make the steps of a draft, one after the other."""
         try:
             while (step := draft.step(self._levels_per_call)) is not None:
                 self._make(draft, *step)
@@ -153,7 +153,7 @@ class OverlappedDrafter(BackgroundDrafter):
         self._token_ms, self._due = token_ms, started + 1e-3 * (prefill_ms + step_ms)
         try:
             tree = self._drafter.propose(context, limit)
-        except Interrupted:  # perhaps meant for the draft before
+        except Interrupted:  # it may have been meant for the previous draft
             tree = None
             if draft.is_stopped:
                 raise
@@ -169,7 +169,7 @@ class OverlappedDrafter(BackgroundDrafter):
     def _drop(self, text: Sequence[int] = ()) -> None:
         """Stop the draft; interrupt its pass too, unless the tokens of that pass are a prefix of this text.
 
-        A prefill may take longer than a step of the target, and is not to be started anew in each step.
+        So a prefill that takes longer than a step of the target is not started again in each step.
         """
         draft, self._draft = self._draft, None
         if draft is not None and draft.is_running:

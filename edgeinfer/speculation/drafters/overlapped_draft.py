@@ -12,13 +12,13 @@ from edgeinfer.speculation.drafters.base import AcceptanceModel, Context
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 _LEVEL = 4  # most nodes of a level of a chain: the one that continues it, and other candidates
-_MAX_CALL_WAITS = 5.0  # duration of a call for several levels, in max_wait_ms: none of them is there before its end
+_MAX_CALL_WAITS = 5.0  # longest call for several levels, in max_wait_ms; its levels come at its end, all together
 
 
 class OverlappedAcceptance:
     """The AcceptanceModel of a drafter that works while the target does: its drafts cost nothing.
 
-    n_levels: after which it stops, None where only `is_stopped` ends it.
+    n_levels: after these it stops; None: only `is_stopped` ends it.
     """
 
     def __init__(self, acceptance: AcceptanceModel, n_levels: int | None = None) -> None:
@@ -36,55 +36,52 @@ class OverlappedAcceptance:
 
 
 class OverlappedDraft(Protocol):
-    """A draft that the thread makes, and that other threads read meanwhile.
+    """A draft that the thread makes, and that other threads read meanwhile."""
 
-    is_running: the thread works on it, or will.  is_stopped: it is not wanted any more.
-    """
-
-    is_running: bool
-    is_stopped: bool
+    is_running: bool  # the thread works on it, or will
+    is_stopped: bool  # it is not needed any more
 
     def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
-        """Become the draft after that text and a path that is being verified; False where it does not continue them.
+        """Become the draft after that text and a path that is being verified; False if it does not continue them.
 
-        limit: most nodes that are wanted after the token which follows the path.
+        limit: most nodes after the token that follows the path.
         """
         ...
 
     def resume(self) -> bool:
-        """Whether it was not running, and now is."""
+        """Run again if another step is useful. Returns whether it was not running, and now is."""
         ...
 
     def tree(self, text: Sequence[int]) -> DraftTree:
-        """What there is by now after a text."""
+        """The nodes after a text so far."""
         ...
 
     def is_in(self, text: Sequence[int]) -> bool:
-        """Whether all tokens that the drafter runs for it now are a prefix of that text."""
+        """Whether the tokens that the drafter runs for it now are a prefix of that text."""
         ...
 
     def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
-        """The context for the drafter's next call, and the most nodes and levels to ask for.
+        """(context, most nodes, most levels) for the drafter's next call; None if there is none, and it stops running.
 
-        levels_per_call: see MultiLevelDrafter. None: nothing, and it runs no more.
+        levels_per_call: see MultiLevelDrafter.
         """
         ...
 
     def add(self, tree: DraftTree) -> None:
-        """Add what the drafter proposed in the last step."""
+        """Add the drafter's proposal of the last step."""
         ...
 
 
 class OverlappedChain(OverlappedDraft):
-    """A draft that grows level by level after the first node of each, as long as its tokens are accepted."""
+    """A draft that grows level by level, each after the first node of the one before, while its tokens are accepted."""
 
     def __init__(self, context: Context, path: Sequence[int], limit: int) -> None:
         self.is_running, self.is_stopped = True, False
         self._context, self._acceptance, self._limit = context, context.acceptance, limit
-        self._text = [*context.tokens, *path]  # that the levels follow
-        self._n_verified = len(context.tokens)  # tokens of it
+        self._text = [*context.tokens, *path]  # before the levels
+        self._n_verified = len(context.tokens)  # tokens of _text
         self._levels: list[DraftTree] = []
-        self._n_path = 0  # first levels, which are the path that is being verified
+        self._n_path = 0  # how many levels, from the first on, are the path that is being verified
         self._is_at_end = False  # of the drafter's context
         self._lock = Lock()
 
@@ -99,7 +96,7 @@ class OverlappedChain(OverlappedDraft):
     @override
     def resume(self) -> bool:
         with self._lock:
-            if self.is_running or not self._is_level_wanted():
+            if self.is_running or not self._is_level_useful():
                 return False
             self.is_running = True
             return True
@@ -121,9 +118,9 @@ class OverlappedChain(OverlappedDraft):
 
     @override
     def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
-        """See OverlappedDraft. One level, or as many as one call makes best."""
+        """See OverlappedDraft. One level, or the best number for one call."""
         with self._lock:
-            if self.is_stopped or not self._is_level_wanted():
+            if self.is_stopped or not self._is_level_useful():
                 self.is_running = False
                 return None
             tokens = [*self._text, *self._chain(len(self._levels))]
@@ -140,7 +137,7 @@ class OverlappedChain(OverlappedDraft):
             self._is_at_end = not len(tree)
 
     def _advance(self, text: Sequence[int]) -> bool:
-        """Become the draft after a longer text; False where that text does not follow the chain."""
+        """Become the draft after a longer text; False if that text does not follow the chain."""
         n = len(self._text)
         path = list(text[n:])
         if len(text) < n or self._chain(len(path)) != path or self._text != list(text[:n]):
@@ -155,7 +152,7 @@ class OverlappedChain(OverlappedDraft):
         """Tokens of the first nodes of the first n levels."""
         return [level.tokens[0] for level in self._levels[:n]]
 
-    def _is_level_wanted(self) -> bool:
+    def _is_level_useful(self) -> bool:
         """Whether one more level may be useful."""
         levels = self._levels[self._n_path :]
         path_probability = 1.0
@@ -186,7 +183,7 @@ class OverlappedTree(OverlappedDraft):
 
     @override
     def rebase(self, text: Sequence[int], path: Sequence[int], limit: int) -> bool:
-        """See OverlappedDraft. After another path it would be another draft."""
+        """See OverlappedDraft. A tree cannot continue a path."""
         return not path and self.is_in(text) and (self.is_running or len(self.tree(text)) > 0)
 
     @override
@@ -206,7 +203,7 @@ class OverlappedTree(OverlappedDraft):
 
     @override
     def step(self, levels_per_call: Callable[[Context, float], int]) -> tuple[Context, int, int] | None:
-        """See OverlappedDraft. All of it in one call."""
+        """See OverlappedDraft. One call makes the whole tree."""
         if self.is_stopped or self._result is not None:
             self.is_running = False
             return None
@@ -219,7 +216,7 @@ class OverlappedTree(OverlappedDraft):
 
 
 def subtree_after(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:
-    """The part of a tree after a path of tokens from its root; None where it has no such path, or nothing after it."""
+    """The part of a tree after a path of tokens from its root; None if it has no such path, or nothing after it."""
     top = -1
     for token in path:
         nodes = enumerate(zip(tree.tokens, tree.parents, strict=True))
@@ -241,7 +238,7 @@ def subtree_after(tree: DraftTree, path: Sequence[int]) -> DraftTree | None:
 
 
 def levels_of(tree: DraftTree) -> list[DraftTree]:
-    """The levels along a tree's first chain: the children of the first node of each level are the next one."""
+    """The levels along a tree's first chain. The children of the first node of a level are the next level."""
     levels: list[DraftTree] = []
     parent_node = -1
     while nodes := [node for node, parent in enumerate(tree.parents) if parent == parent_node]:
@@ -252,6 +249,6 @@ def levels_of(tree: DraftTree) -> list[DraftTree]:
 
 
 def _with_level(tree: DraftTree, level: DraftTree, parent: int) -> DraftTree:
-    """A tree with one level more, whose nodes are children of that node."""
+    """A tree with one more level, whose nodes are children of `parent`."""
     parents = [*tree.parents, *[parent] * len(level)]
     return DraftTree([*tree.tokens, *level.tokens], parents, [*tree.p, *level.p], [*tree.buckets, *level.buckets])

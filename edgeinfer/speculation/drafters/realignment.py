@@ -1,7 +1,7 @@
-"""Copies that survive edits: where a text leaves the source that it copies, its place after the difference is found.
+"""Copies that survive edits: where a text leaves the source that it copies, the place after the difference is found.
 
 Aggressive Decoding (Ge et al., arXiv:2205.10350) does this for corrections of a sentence. Here the source is any place
-of what was read, and a difference is learnt: where the same words follow in the source, they are replaced the same way.
+of the text, and differences are learnt: where the same words follow in the source, they are replaced the same way.
 """
 
 from __future__ import annotations
@@ -10,24 +10,24 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_ENOUGH = 4  # tokens of a match from which on it is a copy
-_LONGER = 8  # by how many tokens another match must be longer than what was copied since the last difference
+_ENOUGH = 4  # a match of at least so many tokens is a copy
+_LONGER = 8  # tokens by which another match must be longer than the copy since the last difference, to replace it
 _WINDOW = 64  # tokens of the source that are searched for the place after a difference
-_MOST_NEW, _MOST_OLD = 12, 24  # tokens of a difference that is learnt
-_SHORT_GAP = 2  # tokens of a difference after which only an agreeing token says where the source goes on
-_MOST_GAP = 24  # tokens after which a copy that broke off is given up
+_MOST_NEW, _MOST_OLD = 12, 24  # longest differences that are learnt, in tokens
+_SHORT_GAP = 2  # in longer differences, only an agreeing token tells where the source continues
+_MOST_GAP = 24  # longest difference, in tokens, before a copy is given up
 _MOST_RULES = 256
 _LEAST_RIGHT, _MOST_RIGHT = -1, 3  # n_right of rules
 
-# Buckets, from 0 on: see `Guess.bucket`.
+# Buckets, from 0 on.
 _RUNS = (2, 6)  # bounds of the classes of tokens copied since the last difference
 _RATES = (0.004, 0.008, 0.015, 0.03, 0.06)  # bounds of the classes of differences per copied token
-_N_COPIED = len(_RATES) + 1  # classes of tokens that are copied, of each class of a run
+_N_COPIED = len(_RATES) + 1  # classes of rates for each class of a run
 _RULE = _N_COPIED * (len(_RUNS) + 1)
 RULE, SURE_RULE, INNER, RULE_LEFT, RULE_GAP = range(_RULE, _RULE + 5)
 _GAPS = (1, 2, 4)  # bounds of the classes of tokens since a difference began
 _AFTER = RULE_GAP + 1
-SAME, NEAR, FAR, REPLACED, INSERTED, ONE = range(_AFTER, _AFTER + 6)  # of the shortest differences
+SAME, NEAR, FAR, REPLACED, INSERTED, ONE = range(_AFTER, _AFTER + 6)  # for the shortest class of differences
 _N_AFTER = 6
 N_BUCKETS = _AFTER + _N_AFTER * (len(_GAPS) + 1)
 _DECAY = 0.99  # of the numbers of copied tokens and of differences, with each token
@@ -53,28 +53,24 @@ LATER = (
 
 @dataclass(slots=True)
 class Rule:
-    """A difference that was seen: tokens of the source, and those that came in their place; one may be empty.
+    """A difference between the source and its copy. One of old and new may be empty."""
 
-    before: token of the source before it, which must be there too where one is empty; else -1.  n_right: how often it
-    was right since, less how often it was not.
-    """
-
-    old: tuple[int, ...]
-    new: tuple[int, ...]
-    before: int
-    n_right: int = 0
+    old: tuple[int, ...]  # tokens of the source
+    new: tuple[int, ...]  # tokens in their place
+    before: int  # token of the source before the difference, which must be there again if old or new is empty; else -1
+    n_right: int = 0  # how often the rule was right since, less how often it was wrong
 
 
 @dataclass(slots=True)
 class Guess:
-    """Tokens that may follow the text, with the bucket of each."""
+    """Tokens that may follow the text."""
 
     tokens: list[int]
-    buckets: list[int]
+    buckets: list[int]  # of each token
 
 
 class Realignment:
-    """Where in its source a text is that copies, with changes. text: holds both; it grows only at its end."""
+    """Tracks where a copy with changes is in its source. text: has both, and grows only at its end."""
 
     def __init__(self, text: array[int]) -> None:
         self._text = text
@@ -85,7 +81,7 @@ class Realignment:
         self._rules: dict[int, Rule] = {}  # by the token of the source at which they begin
 
     def follow(self, token: int, match_length: int, match_end: int) -> None:
-        """A token was added to the text. match_length, match_end: of the longest earlier match, see SuffixAutomaton."""
+        """Call for each token added to the text. match_length, match_end: see SuffixAutomaton, of the longest match."""
         if self._place >= 0:
             if not self._gap and self._text[self._place] == token:
                 if self._rules:
@@ -104,7 +100,7 @@ class Realignment:
             self._copied, self._n_differences = float(min(match_length, 20)), 0.0
 
     def leave(self) -> None:
-        """The text goes on with something else."""
+        """Stop copying, as the text continues with something else."""
         self._place, self._run, self._gap = -1, 0, []
 
     @property
@@ -113,18 +109,18 @@ class Realignment:
         return self._place >= 0 and not self._gap
 
     def guesses(self, n: int) -> list[Guess]:
-        """What may follow, at most n tokens each, the likeliest first; none where nothing is copied."""
+        """Guesses of at most n tokens each, the likeliest first; none if nothing is copied."""
         if self._place < 0:
             return []
         if self._gap:
             return self._after_difference(n)
         found = [self._copy(self._place, n, self._bucket())]
-        if found[0].buckets[:1] in ([RULE], [SURE_RULE]):  # the source may be copied as it is after all
+        if found[0].buckets[:1] in ([RULE], [SURE_RULE]):  # in case the source is copied unchanged
             found.append(self._copy(self._place, 2, RULE_LEFT, use_rules=False))
         return [guess for guess in found if guess.tokens]
 
     def _bucket(self) -> int:
-        """Of tokens that are copied: by those copied since the last difference, and by how often there was one."""
+        """The bucket of copied tokens, by the tokens since the last difference and by the rate of differences."""
         rate = (self._n_differences + 0.3) / (self._copied + 6.0)
         rates = sum(rate > bound for bound in _RATES)
         return _N_COPIED * sum(self._run > bound for bound in _RUNS) + rates
@@ -144,7 +140,7 @@ class Realignment:
             is_whole = n_copied >= (not rule.new) and tuple(gap[: len(rule.new)]) == rule.new
             if is_whole and text[after : after + n_copied].tolist() == gap[len(rule.new) :]:
                 self._place, self._run, self._gap = after + n_copied, self._run + len(gap), []
-                self._n_differences = max(0.0, self._n_differences - 1.0)  # it was foreseen
+                self._n_differences = max(0.0, self._n_differences - 1.0)  # the rule predicted it
                 rule.n_right = min(rule.n_right + 1, _MOST_RIGHT)
                 return
         if len(gap) < 2:
@@ -163,7 +159,7 @@ class Realignment:
             self._place, self._run, self._gap = place + best + 1, 2, []
 
     def _count_wrong(self) -> None:
-        """The next token of the source was copied: a rule that had another in its place was wrong."""
+        """Call when the next token of the source was copied: a rule that would have replaced it was wrong."""
         rule = self._rule_at(self._place)
         if rule is not None and rule.old:
             rule.n_right -= 1
@@ -194,7 +190,7 @@ class Realignment:
     # ---- Guessing ----------------------------------------------------------------------------------------------------
 
     def _copy(self, place: int, n: int, bucket: int, use_rules: bool = True) -> Guess:
-        """The source from a place on, replaced where a rule says so. bucket: of tokens that are copied."""
+        """The source from a place on, with replacements by rules. bucket: of copied tokens."""
         text, rules, tokens, buckets = self._text, self._rules if use_rules else {}, list[int](), list[int]()
         while len(tokens) < n and place < len(text) and text[place] >= 0:
             rule = self._rule_at(place) if text[place] in rules else None
@@ -213,7 +209,7 @@ class Realignment:
         return Guess(tokens[:n], buckets[:n])
 
     def _after_difference(self, n: int) -> list[Guess]:
-        """What may follow a difference that has not ended yet."""
+        """Guesses after a difference that has not ended yet."""
         place, gap = self._place, self._gap
         found, rule = [], self._rule_at(place)
         if rule is not None and len(gap) < len(rule.new) and rule.new[: len(gap)] == tuple(gap):
@@ -230,7 +226,7 @@ class Realignment:
         return [guess for guess in found if guess.tokens]
 
     def _agreeing(self) -> int | None:
-        """Where the last token is in the source, from the difference on: as near as can be to one for one."""
+        """Place of the last token in the source, counted from the difference; the one nearest to a shift of 0."""
         window, gap = self._text[self._place : self._place + _WINDOW], self._gap
         best, at = None, -1
         while True:

@@ -22,9 +22,9 @@ from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 MOST_ROWS = 65_536
-LEAST_ROWS = 4096  # that are of use: a token takes two, so those of an answer overwrite each other with fewer
+LEAST_ROWS = 4096  # of a useful table; a token takes two rows, and in a smaller table those of an answer collide
 _N_KEPT = 6  # successors in a row
-_AT_ROOT, _BELOW = 3, 2  # of these that become nodes
+_AT_ROOT, _BELOW = 3, 2  # how many of these become nodes
 # Buckets: whether the target's choice depends on more than its logits, whether two tokens or one were looked up, the
 # rank, and the class of the candidate's probability, int(8 p). Prior acceptance probability of each.
 _N_CLASSES = 8
@@ -43,9 +43,9 @@ class RecyclingDrafter(HoldingDrafter):
     name = "recycling"
 
     def __init__(self, n_rows: int = MOST_ROWS) -> None:
-        # Key of the row and successors; keys that collide replace each other.
+        # (n_rows, 1 + _N_KEPT): the key of each row, and the successors. Keys that collide replace each other.
         self._rows = np.full((n_rows, 1 + _N_KEPT), -1, dtype=np.int32)
-        # Logits of the successors, and the log of the sum of the exponentials of all logits.
+        # (n_rows, _N_KEPT + 1): logits of the successors, and the log of the sum of the exponentials of all logits.
         self._logits = np.zeros((n_rows, _N_KEPT + 1), dtype=np.float16)
 
     @staticmethod
@@ -54,7 +54,7 @@ class RecyclingDrafter(HoldingDrafter):
         return n_rows * (4 * (1 + _N_KEPT) + 2 * (_N_KEPT + 1))
 
     def start(self, context: Context) -> None:
-        """See Drafter. There are no logits of the prompt but the last."""
+        """See Drafter. Of a prompt only the last row has logits, so there is nothing to store."""
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """The most probable nodes of the tree of successors, best first."""

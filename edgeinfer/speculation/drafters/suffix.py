@@ -19,8 +19,8 @@ from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, 
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
-LEAST_TOKENS = 256  # that are of use: with them code and prose of 3000 tokens have 3/4 of the gain, with 128 half
-_BYTES_PER_LAST = 36  # of a token of the last request: a place in a list, and an integer
+LEAST_TOKENS = 256  # of a useful automaton: code and prose of 3000 tokens then have 3/4 of the gain, with 128 half
+_BYTES_PER_LAST = 36  # per token of the last request: a place in a list, and an integer
 _NONE = -(1 << 31)  # no token
 _OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
 
@@ -41,8 +41,8 @@ _LATER = (
     (0.55, 0.62, 0.65, 0.7, 0.75, 0.8, 0.9, 0.93, 0.97),
 )
 _OTHER_FIRST = 0.05
-_OTHER = 3 * len(_FIRST[0])  # buckets from here on: the second most frequent follower
-_REALIGNED = _OTHER + len(_FIRST[0])  # and from here on: of edgeinfer.speculation.drafters.realignment
+_OTHER = 3 * len(_FIRST[0])  # first bucket of the second most frequent follower
+_REALIGNED = _OTHER + len(_FIRST[0])  # first bucket of edgeinfer.speculation.drafters.realignment
 _PENALISED = _REALIGNED + N_BUCKETS  # added to those below _REALIGNED, where a penalty makes a token less likely
 
 
@@ -50,7 +50,7 @@ class SuffixAutomaton:
     """All substrings of a text that grows at its end.
 
     State 0 is the empty string. A state stands for strings that end at the same positions; `length` is that of the
-    longest of them, and `link` is the state of its longest suffix that occurs at more positions. Most states have one
+    longest of them, and `link` the state of its longest suffix that occurs at more positions. Most states have one
     follower, which is in two arrays; only the others have a dict.
     """
 
@@ -144,7 +144,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(HoldingDrafter):
-    """Copies from the prompt, the output and earlier requests. max_tokens: that the automaton holds at most."""
+    """Copies from the prompt, the output and earlier requests. max_tokens: most tokens of the automaton."""
 
     name = "suffix"
 
@@ -157,16 +157,16 @@ class SuffixDrafter(HoldingDrafter):
 
     @staticmethod
     def most_tokens(n_ctx: int) -> int:
-        """As many as it has a use for with contexts of n_ctx tokens: four contexts, or two if these are long."""
+        """Useful max_tokens with contexts of n_ctx tokens: four contexts, or two if these are long."""
         return max(min(4 * n_ctx, 32768), 2 * n_ctx)
 
     @staticmethod
     def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes that it takes: of the automaton, and of the last request."""
+        """Most bytes of the automaton and of the last request."""
         return BYTES_PER_TOKEN * max_tokens + _BYTES_PER_LAST * n_ctx
 
     def start(self, context: Context) -> None:
-        """Add the prompt, as far as it is new."""
+        """Add the new part of the prompt."""
         prompt = context.tokens
         if prompt[: len(self._last)] == self._last:
             self._extend(prompt[len(self._last) :])
@@ -180,7 +180,7 @@ class SuffixDrafter(HoldingDrafter):
         self._extend(new)
 
     def propose(self, context: Context, limit: int) -> DraftTree:
-        """What the copy goes on with, what followed the match, and its second most frequent follower."""
+        """The rest of the copy, what followed the match, and the match's second most frequent follower."""
         self._extend(context.tokens[len(self._last) :])
         length = self._automaton.match_length
         if limit == 0:
@@ -215,7 +215,7 @@ class SuffixDrafter(HoldingDrafter):
             chains.add(others, _of_tokens(_OTHER + match_class, others, foresight), [(_OTHER_FIRST, _OTHER_FIRST)])
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
-        """See Drafter. The text is added when a draft is wanted."""
+        """See Drafter. The text is added when a draft is requested."""
 
     @override
     def held(self) -> dict[str, int]:
@@ -257,12 +257,12 @@ class SuffixDrafter(HoldingDrafter):
 
 
 def _first_or_later(bucket: int) -> tuple[float, float]:
-    """Prior probabilities of a node of a realigned copy, where it is the first of a draft and elsewhere."""
+    """Prior probabilities of a node of a realigned copy, (as the first of a draft, elsewhere)."""
     return FIRST[bucket], LATER[bucket]
 
 
 def _without_banned(tokens: list[int], foresight: Foresight | None) -> list[int]:
-    """A chain up to the first token that the request does not allow."""
+    """A chain up to the first token that the request bans."""
     if foresight is None:
         return tokens
     return tokens[: next((i for i, token in enumerate(tokens) if foresight.is_banned(token)), len(tokens))]

@@ -45,15 +45,17 @@ class Clock:
 
 @dataclass(slots=True)
 class _Call:
+    """A call of the watchdog's thread."""
+
     function: Callable[[], None]
     milliseconds: float  # expected
     since: float = 0.0  # when it began, or last called `expect`
 
 
 class Watchdog:
-    """Runs calls one after the other in its own thread, and says so where one takes far longer than expected.
+    """Runs calls one after the other in its own thread, and raises BackendLost if one takes far longer than expected.
 
-    device: what the calls run on, for messages.  min_timeout: seconds that any call may take.
+    device: of the calls, for messages.  min_timeout: shortest time limit of a call, in seconds.
     """
 
     def __init__(self, name: str, device: str, clock: Clock | None = None, min_timeout: float | None = None) -> None:
@@ -74,7 +76,7 @@ class Watchdog:
         self.clock.notify()
 
     def run(self, function: Callable[[], T], milliseconds: float = 0.0) -> T:
-        """Queue a call and wait for it: returns or raises what it does, or BackendLost if it takes far too long."""
+        """Queue a call and wait for it. Returns or raises what it does; raises BackendLost if it takes far too long."""
         results: list[T] = []
         errors: list[BaseException] = []
 
@@ -92,7 +94,7 @@ class Watchdog:
         return results[0]
 
     def expect(self, milliseconds: float) -> None:
-        """Called by the running call: its expected duration from now on."""
+        """Set the expected duration of the running call from now on; it calls this itself."""
         if self._running is not None:
             self._running = _Call(self._running.function, milliseconds, self.clock.now())
 
@@ -110,7 +112,7 @@ class Watchdog:
             )
 
     def close(self) -> bool:
-        """End the thread after the running call. Returns whether it ended; one that hangs is left behind."""
+        """End the thread after the running call. Returns whether it ended; one that hangs is abandoned."""
         self._waiting.clear()
         self._is_closed = True
         self.clock.notify()
@@ -120,7 +122,7 @@ class Watchdog:
         return ended
 
     def _seconds_left(self) -> float:
-        """Until the running call reaches its time limit, or without one until the next check."""
+        """Seconds until the running call reaches its time limit, or without a call until the next check."""
         running = self._running
         if running is None:
             return self._min_timeout
@@ -206,7 +208,7 @@ class WatchedFeatureDrafter(WatchedDrafter, FeatureDrafter):
 
 
 def watched(drafter: ModelBasedDrafter, device: str) -> WatchedDrafter:
-    """That drafter behind a watchdog. device: what it runs on, for messages."""
+    """The drafter with a watchdog for its calls. device: the drafter's, for messages."""
     if isinstance(drafter, FeatureDrafter):
         return WatchedFeatureDrafter(drafter, device)
     return WatchedDrafter(drafter, device)

@@ -232,7 +232,7 @@ def test_drafts_change_no_text_and_can_be_chosen(run, model):
     assert len(texts) == 1
     assert counts["--drafter", "none"] is None and counts["--draft-max", "0"] is None and counts[()]["speedup"] > 0
     refused = run("generate", *flags, "--drafter", "none", "-md", model, code="usage")
-    assert "-md names a model to draft with" in refused.stderr
+    assert "-md names a draft model, but --drafter none" in refused.stderr
 
 
 def test_a_draft_model_that_is_not_there_is_an_error(run, monkeypatch):
@@ -712,13 +712,13 @@ def test_a_conversation_at_a_terminal(model, tmp_path):
     assert (tmp_path / "talk.jsonl").read_text() == '{"role": "system", "content": "be brief"}\n'
 
 
-def test_stats_say_that_a_drafter_was_not_asked(native, model, tmp_path):
+def test_stats_say_that_a_drafter_was_not_used(native, model, tmp_path):
     head = write_tiny_head(tmp_path / "head.gguf", model, metadata={"draft-head.matches": [0.01]})
     with sitting_at(model, tmp_path, "--backend", "native", "-md", head, "-n", "5") as person:
         person.say("hello")
         person.see("tok/s")
         person.say("/stats")
-        person.see("head on the CPU; not asked in the last answer")
+        person.see("head on the CPU; not used in the last answer")
         person.say("/exit")
         assert person.leave() == 0
 

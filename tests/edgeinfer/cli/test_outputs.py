@@ -98,7 +98,9 @@ def test_an_output_is_no_input(command: str, flag: str, other: str, model: Path,
     text = tmp_path / "text.jsonl"
     text.write_text('{"prompt": "a"}\n')
     (tmp_path / "folder").mkdir()
-    read = {"--texts-of": tmp_path / "folder", "--prompts": text}.get(other, tmp_path / "other.png")
+    read = {"--texts-of": tmp_path / "folder", "--chats": tmp_path / "folder", "--prompts": text}.get(
+        other, tmp_path / "other.png"
+    )
     if not read.exists():
         read.write_bytes(model.read_bytes())
     rest = [

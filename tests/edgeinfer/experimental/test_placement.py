@@ -42,7 +42,7 @@ def test_the_times_of_an_assignment_by_hand() -> None:
     assert found.seconds == found.cpu_seconds
 
 
-def test_transfers_are_hidden_behind_what_the_gpu_computes() -> None:
+def test_transfers_overlap_what_the_gpu_computes() -> None:
     slow = ExpertTimes(cpu=lambda rows: 10.0, gpu=lambda rows: 2.0, transfer=1.0)
     needed = [NeededExpert(0, 1, on_gpu=True), NeededExpert(1, 1), NeededExpert(2, 1)]
     found = assign(needed, slow)

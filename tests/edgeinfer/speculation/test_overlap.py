@@ -1,4 +1,4 @@
-"""How much of drafting is hidden behind the target's passes, on a clock of its own: no machine's speed decides."""
+"""How much of drafting overlaps the target's passes, on a clock of its own: no machine's speed decides."""
 
 import random
 

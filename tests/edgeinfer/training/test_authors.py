@@ -76,7 +76,7 @@ def test_texts_are_written_in_groups_whose_caches_fit(path: Path, monkeypatch: p
 
 def test_parameters_that_torch_does_not_sample_by_are_refused(path: Path) -> None:
     for options in ({"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}):
-        with pytest.raises(InvalidArgument, match=f"found {next(iter(options))} = .*--author native"):
+        with pytest.raises(InvalidArgument, match=f"found {next(iter(options))} = .*author = .native. in --config"):
             both_authors(path, [AnswerRequest(CONVERSATIONS[0], SamplingParams(seed=1, **options))])
 
 
@@ -124,7 +124,7 @@ def test_a_model_that_ends_no_message_is_named(path: Path, tmp_path: Path) -> No
     engine: Engine
     with (
         edgeinfer.load(path, n_ctx=64, draft="none") as engine,
-        pytest.raises(InvalidArgument, match=r"was to write 6 prompts: 0 of the 24 messages .* --own-prompts"),
+        pytest.raises(InvalidArgument, match=r"must write 6 prompts: found 0 .* of 24 messages .* --own-prompts"),
     ):
         own_prompts(tmp_path / "own.jsonl", engine, Silent(), 6, 1, lambda what, share: None)
     assert not (tmp_path / "own.jsonl").exists()

@@ -167,7 +167,9 @@ def test_a_folder_made_with_other_settings_is_refused(tmp_path: Path) -> None:
     check_settings(path, {"seed": 1, "context": 96})
     check_settings(path, {"seed": 1, "context": 96})
     assert json.loads(path.read_text()) == {"seed": 1, "context": 96}
-    with pytest.raises(InvalidArgument, match="was made with seed = 1, expected is 2: name another folder"):
+    with pytest.raises(
+        InvalidArgument, match="was made with other settings: expected seed = 2, found 1: name another folder"
+    ):
         check_settings(path, {"seed": 2, "context": 96})
 
 
@@ -183,7 +185,7 @@ def test_the_draft_vocabulary_has_the_most_frequent_tokens_of_answers_and_what_m
     assert draft_vocabulary(texts, 12, 5, iter([11]), [9, 2]).tolist() == [2, 3, 5, 7, 11]
     assert draft_vocabulary(texts, 12, 6, iter([11]), [9]).tolist() == [2, 3, 5, 7, 9, 11]  # before others of no answer
     for size in (1, 13):
-        with pytest.raises(InvalidArgument, match=f"must have more than 1 and at most 12 tokens: {size}"):
+        with pytest.raises(InvalidArgument, match=f"must have more than 1 and at most 12 tokens: found {size}"):
             draft_vocabulary(texts, 12, size, iter([11]))
 
 

@@ -121,7 +121,11 @@ def test_answers_of_another_run_are_trained_on_too(given: Path, work: Path, tmp_
     (tmp_path / "held.jsonl").write_text(json.dumps({"prompt": "what else"}))
     options += ["--held-out", tmp_path / "held.jsonl"]
     alone, both = (run(given, tmp_path / "b.gguf", *options, *more) for more in ([], ["--texts-of", work]))
-    assert alone.exit_code == 0 and both.exit_code == 2 and "was made with texts = " in both.stderr
+    assert (
+        alone.exit_code == 0
+        and both.exit_code == 2
+        and "was made with other settings: expected texts = " in both.stderr
+    )
     (tmp_path / "b" / "checkpoint.pt").unlink()
     both = run(given, tmp_path / "b.gguf", *options, "--texts-of", work)
     assert both.exit_code == 0, both.output
@@ -147,7 +151,7 @@ def test_saved_conversations_are_trained_on_as_they_are(given: Path, tmp_path: P
     assert "before training    0." in second.output
     write_chats(chats, given, 41)
     changed = run_on_chats(given, tmp_path / "second.gguf", chats, *options)
-    assert changed.exit_code == 2 and "was made with chats" in changed.stderr
+    assert changed.exit_code == 2 and "was made with other settings: expected chats" in changed.stderr
 
 
 def write_chats(folder: Path, given: Path, n: int) -> None:
@@ -182,7 +186,7 @@ def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp
     (other / "texts.json").unlink()
     for key, value, words in [
         ("target", "0123456789abcdef0123", "found those of the target '0123456789abcdef"),
-        ("context", 97, "has texts of up to 97 tokens: --ctx-size is 96"),
+        ("context", 97, "must have texts of at most --ctx-size 96 tokens: found 97"),
     ]:
         (other / "texts.json").write_text(json.dumps(facts | {key: value}))
         result = run(given, tmp_path / "h.gguf", *options, other)
@@ -307,12 +311,16 @@ def test_two_processes_train_together(given: Path, work: Path, tmp_path: Path) -
     "options, code, words",
     [
         (["--max-tokens", "96"], 2, "--max-tokens 96 must leave room for a prompt in --ctx-size 96"),
-        (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: 1000"),
+        (["--draft-vocab", "1000"], 2, "must have more than 2 and at most 291 tokens: found 1000"),
         (["--seed", "2"], 2, "was made with"),
-        (["--optimizer", "adamw"], 2, "checkpoint.pt was made with optimizer = 'muon', expected is 'adamw'"),
-        (["--rounds", "0"], 2, "checkpoint.pt was made with rounds = 1, expected is 0"),
-        (["--epochs", "5"], 2, "checkpoint.pt was made with epochs = 3, expected is 5"),
-        (["--taps", "1"], 2, "checkpoint.pt was made with taps = [0, 1], expected is [1]"),
+        (
+            ["--optimizer", "adamw"],
+            2,
+            "checkpoint.pt was made with other settings: expected optimizer = 'adamw', found 'muon'",
+        ),
+        (["--rounds", "0"], 2, "checkpoint.pt was made with other settings: expected rounds = 0, found 1"),
+        (["--epochs", "5"], 2, "checkpoint.pt was made with other settings: expected epochs = 5, found 3"),
+        (["--taps", "1"], 2, "checkpoint.pt was made with other settings: expected taps = [1], found [0, 1]"),
         (["--taps", "0"], 2, "taps must be at most 16 layers in ascending order up to the last one, 1"),
         (["--taps", "1,0,1"], 2, "found '1,0,1'"),
         (["--taps", "early"], 2, "found 'early'"),

@@ -30,7 +30,7 @@ def test_what_a_file_lacks_is_the_default(tmp_path: Path) -> None:
     [
         ("step = 2", "there is no key 'step': did you mean steps?"),
         ("zzz = 2", "there is no key 'zzz': there are answers, greedy_share, "),
-        ("tokens = 2", "there is no key 'tokens': the command line says it, --tokens"),
+        ("tokens = 2", "there is no key 'tokens': it is an option of the command line, --tokens"),
         ('steps = "two"', "steps must be an integer in 1..8: found 'two'"),
         ("steps = 2.0", "steps must be an integer in 1..8: found 2.0"),
         ("steps = true", "steps must be an integer in 1..8: found True"),
@@ -69,4 +69,4 @@ def test_the_command_reads_it_before_any_work_and_has_no_flag_of_a_key(tmp_path:
     files = {"--prompts": "p.jsonl", "-o": "h.gguf", "--config": "a.toml"}
     arguments = [each for flag, name in files.items() for each in (flag, str(tmp_path / name))]
     result = CliRunner().invoke(main, ["distill", "m.gguf", *arguments])
-    assert result.exit_code == 2 and "the command line says it, --epochs" in " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "it is an option of the command line, --epochs" in " ".join(result.stderr.split())

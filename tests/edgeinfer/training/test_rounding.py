@@ -46,5 +46,5 @@ def test_of_four_bits_all_but_blocks_with_two_scales_as_good(weights: np.ndarray
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="Q4_K: F16, Q8_0 and Q4_0 are what there is"):
+    with pytest.raises(UnsupportedModel, match="can be trained as F16, Q8_0 or Q4_0: found Q4_K"):
         rounded(torch.zeros((1, 256)), GGMLType.Q4_K)

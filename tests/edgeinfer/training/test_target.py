@@ -282,7 +282,7 @@ def test_recorders_agree(tmp_path: Path, rng: np.random.Generator) -> None:
     for features, mine, theirs in zip(native, *of_layers, strict=True):
         assert mine.shape == (len(features), 2 * spec.n_embd)
         assert_allclose(mine.astype(np.float32), theirs.astype(np.float32), atol=0.02 * np.abs(theirs).max())
-        last = target.behind_last_norm(torch.from_numpy(mine).float())
+        last = target.after_last_norm(torch.from_numpy(mine).float())
         assert_allclose(last.numpy(), features.astype(np.float32), atol=0.02)
 
 

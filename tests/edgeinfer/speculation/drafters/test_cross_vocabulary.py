@@ -265,7 +265,7 @@ def test_words_that_grow_letter_by_letter_are_read_again_as_what_they_are_then(o
         tree = drafter.propose(context, 3)
         assert len(checked(tree, 265, 3)) == len(tree)
         expected = vocabularies["bpe"].encode(vocabularies["few"].decode(context.tokens))
-        assert drafter._tokens[: len(expected)] == expected and session._text == drafter._tokens
+        assert drafter._tokens[: len(expected)] == expected and session._sequence == drafter._tokens
         n_changed += before[: len(expected)] != expected[: len(before)]
     assert n_changed > 5
 

@@ -98,7 +98,7 @@ def renamed(tokens, old, new):
 def test_a_renamed_identifier_is_renamed_in_the_rest_of_the_copy(old, new):
     source = [*range(100, 110), *old, *range(110, 118), *old, *range(118, 126), *old, *range(126, 140)]
     target = renamed(source, old, new)
-    first = 10 + len(new) + 3  # behind the first one and some of what follows
+    first = 10 + len(new) + 3  # after the first one and some of what follows
     reader = Reader([*source, *SEPARATOR, *target[:first]])
     assert reader.expects(target[first:])
     assert reader.read(target[first : first + 6]).expects(target[first + 6 :]), "in the middle of the second"
