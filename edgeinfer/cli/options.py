@@ -21,6 +21,7 @@ from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 from edgeinfer.common.settings import CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
+from edgeinfer.speculation.draft_names import MODEL_FREE
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _Texts = TypeVar("_Texts", str, "tuple[str, ...]", None)
-_DRAFTERS = ("auto", "none", "suffix", "recycling")
+_DRAFTERS = ("auto", "none", *MODEL_FREE)
 _SIMULATED = "fpga-sim"  # only for `edgeinfer fpga simulate`
 _BACKENDS = tuple(name for name in get_args(BackendName) if name != _SIMULATED)
 _CACHE_TYPES = ("f16", "q8_0")  # those of CacheType that llama.cpp also has
@@ -390,8 +391,6 @@ def open_engine(flags: dict[str, Any]) -> Engine:
 
 def draft_of(flags: dict[str, Any]) -> str | list[str]:
     """The drafters that -md and --drafter name. Raises click.UsageError for a conflict."""
-    from edgeinfer.speculation.draft_names import MODEL_FREE
-
     draft, model = flags["draft"], flags["model_draft"]
     if model is None:
         return str(draft)
