@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def note_full_context(engine: Engine, completion: Completion) -> None:
 
 def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
     """The JSON object that --json prints."""
-    return {
+    record: dict[str, object] = {
         "text": completion.text,
         "reasoning": completion.reasoning,
         "tool_calls": [dataclasses.asdict(call) for call in completion.tool_calls],
@@ -144,6 +145,18 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "params": completion.params.to_json(),
         "memory": engine.memory.as_json(),
     }
+    if completion.logprobs:
+        record["logprobs"] = [
+            _likely(engine, each.token, each.logprob) | {"top": [_likely(engine, *other) for other in each.top]}
+            for each in completion.logprobs
+        ]
+    return record
+
+
+def _likely(engine: Engine, token: int, logprob: float) -> dict[str, object]:
+    """A token, its text and its log probability; None for -inf, which JSON lacks."""
+    finite = logprob if math.isfinite(logprob) else None
+    return {"token": token, "text": engine.detokenize([token]), "logprob": finite}
 
 
 def _as_dict(timings: Timings) -> dict[str, object]:

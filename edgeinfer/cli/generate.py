@@ -44,6 +44,11 @@ from edgeinfer.common.user_text import decoded
 @sampling_options
 @quiet_option
 @json_option
+@click.option(
+    "--logprobs",
+    type=click.IntRange(0, 1000),
+    help="--json: the log probability of each token, and of the N most likely ones in its place.",
+)
 def generate(
     texts: tuple[str, ...],
     prompt: str | None,
@@ -51,6 +56,7 @@ def generate(
     stop: tuple[str, ...],
     quiet: bool,
     as_json: bool,
+    logprobs: int | None,
     **flags: Any,
 ) -> None:
     """Complete a text.
@@ -60,10 +66,14 @@ def generate(
     """
     text = _text(text_or_prompt(texts, prompt), file)
     sampling = sampling_given(flags)
+    if logprobs is not None and not as_json:
+        raise click.UsageError("--logprobs needs --json, which shows them")
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
         with warnings_as_notes():  # of a begin token that is there twice
-            stream = engine.stream(text, max_tokens=max_tokens(flags), stop=stop, progress=bar, **sampling)
+            stream = engine.stream(
+                text, max_tokens=max_tokens(flags), stop=stop, progress=bar, logprobs=logprobs, **sampling
+            )
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json, quiet)
 

@@ -222,6 +222,21 @@ def test_json_is_one_object_with_the_promised_fields(run, model):
         assert result.stdout.count("\n") == 1 and result.stderr == ""
 
 
+def test_json_has_log_probabilities_on_request(run, model):
+    flags = ("generate", "-p", "hello", "-n", "5", "--temp", "0")
+    found = json.loads(run(*flags, "--json", "--logprobs", "2").stdout)["logprobs"]
+    with edgeinfer.load(model, backend="reference") as engine:
+        expected = engine.generate("hello", max_tokens=5, temperature=0, logprobs=2).logprobs
+        text = engine.detokenize([expected[0].token])
+    assert [(each["token"], each["logprob"]) for each in found] == [(each.token, each.logprob) for each in expected]
+    assert [[(one["token"], one["logprob"]) for one in each["top"]] for each in found] == [
+        list(each.top) for each in expected
+    ]
+    assert found[0]["text"] == text
+    assert json.loads(run(*flags, "--json", "--logprobs", "0").stdout)["logprobs"][0]["top"] == []
+    assert "--logprobs needs --json" in run(*flags, "--logprobs", "2", code="usage").stderr
+
+
 def test_drafts_change_no_text_and_can_be_chosen(run, model):
     flags = ("--backend", "native", "-p", "one and one and one and one", "-n", "24", "--temp", "0", "--json")
     texts, counts = set(), {}
