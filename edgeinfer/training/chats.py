@@ -28,8 +28,8 @@ _CHATS_OF_SHARD = 16
 def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
     """The conversations of a folder, each once, in an order that does not depend on the names of files.
 
-    Raises InvalidArgument, which names the file, for one that is no conversation, and for a folder without any;
-    OSError.
+    Raises InvalidArgument, which names the file, for one that is no conversation, and for a folder with fewer than two:
+    one is held out. Raises OSError.
     """
     found: dict[str, list[Message]] = {}
     for path in sorted(folder.rglob(f"*{_ENDING}")):
@@ -37,10 +37,10 @@ def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
         conversation.load(path)
         if any(message["role"] == "assistant" for message in conversation.messages):
             found.setdefault(_digest(conversation.messages), conversation.messages)
-    if not found:
+    if len(found) < 2:
         raise InvalidArgument(
-            f"--chats {folder} must have conversations with answers, as `/save` writes them, in files *{_ENDING}: "
-            "found none"
+            f"--chats {folder} must have at least two conversations with answers, as `/save` writes them, in files "
+            f"*{_ENDING}: found {len(found) or 'none'}"
         )
     return [found[digest] for digest in sorted(found)]
 
