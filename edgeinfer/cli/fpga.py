@@ -261,7 +261,7 @@ def simulate(context: click.Context, /, completes: bool, **flags: Any) -> None:
         option = next(each for each in context.command.params if each.name == given[0])
         raise click.UsageError(f"{option.opts[0]} is for a chat: leave --complete out", context)
     rest = {name: value for name, value in flags.items() if name not in names}
-    context.invoke(_callback(generate), file=None, **rest)
+    context.invoke(_callback(generate), file=None, logprobs=None, **rest)
 
 
 def _callback(command: click.Command) -> Callable[..., Any]:
