@@ -105,8 +105,10 @@ def example(name, engine, model):
         "Piece": lambda: Piece("a", (1,), "stop", "b"),
         "Profile": lambda: edgeinfer.profile(model, n_ctx=64),
         "SamplingParams": lambda: SamplingParams(logit_bias={5: False, 7: 1.5}, dry_sequence_breakers=["x"], seed=3),
+        "Score": lambda: engine.score("hello", [" world"])[0],
         "Speculation": lambda: completion.timings.speculation,
         "Timings": lambda: completion.timings,
+        "TokenLogprob": lambda: edgeinfer.TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.5))),
         "ToolCall": lambda: edgeinfer.ToolCall("{}", "f", {"a": [1]}),
         "Usage": lambda: completion.usage,
     }[name]()

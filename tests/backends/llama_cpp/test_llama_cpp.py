@@ -557,7 +557,7 @@ def test_a_model_has_one_session_at_a_time_and_the_next_begins_an_empty_text(of_
     model, tokens = first.model, np.arange(20, dtype=np.int32)
     expected = first.forward(tokens).logits
     first.commit(range(20))
-    with pytest.raises(InvalidArgument, match="llama.cpp holds one text at a time: close the session that is open"):
+    with pytest.raises(InvalidArgument, match="llama.cpp holds one sequence at a time: close the session that is open"):
         model.session()
     first.close()
     with pytest.raises(EdgeInferError, match="this session is closed"):

@@ -171,7 +171,7 @@ def write_chats(folder: Path, given: Path, n: int) -> None:
 def run_on_chats(given: Path, out: Path, chats: Path, *options: object) -> Result:
     fast = [*FAST[: FAST.index("--tasks")], "--context", 192]
     arguments = ["distill", given / "m.gguf", "--chats", chats, "--out", out, *fast, *options]
-    return CliRunner().invoke(main, [*map(str, arguments)], prog_name="edgeinfer")
+    return CliRunner().invoke(main, with_config(arguments, out.with_name(f"{out.name}.toml")), prog_name="edgeinfer")
 
 
 def test_texts_of_another_target_are_not_trained_on(given: Path, work: Path, tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_head_is_measured_beside_its_target(folder: Path, tmp_path: Path) -> N
     assert "a pass with 2 drafted" in line
     with ModelFile.open(tmp_path / "out.gguf") as file:
         assert {info.type.name for info in file.tensors.values() if len(info.shape) == 2} != {"F16"}
-    refused = run(head, "-o", tmp_path / "out.gguf", "--size", "1MB")
+    refused = run(head, "-o", tmp_path / "other.gguf", "--size", "1MB")
     assert "is a draft head: --type auto needs --target" in refused.output
 
 
