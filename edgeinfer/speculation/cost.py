@@ -96,7 +96,7 @@ class CostModel:
             return
         self._n_observed += not is_disturbed
         before = self._load_of(n)
-        self._note([*self._recent, (n, self._ratio(n, n_past, milliseconds))])
+        self._add(n, self._ratio(n, n_past, milliseconds))
         if len(self._own[n]) >= _ENOUGH:
             self._learn_factor(n, is_disturbed)
         load = median([*(ratio for _, ratio in islice(reversed(self._recent), _COMMON)), *[self._load] * _OWN])
@@ -206,6 +206,20 @@ class CostModel:
             if len(own) < _OWN:
                 own.append(ratio)
 
+    def _add(self, n: int, ratio: float) -> None:
+        """Note one more pass; the oldest is forgotten where there are enough."""
+        if len(self._recent) == _RECENT:
+            size, _ = self._recent.popleft()
+            own = self._own[size]
+            if sum(each == size for each, _ in self._recent) < len(own):
+                own.pop()  # it was one of them, and the oldest
+                if not own:
+                    del self._own[size]
+        self._recent.append((n, ratio))
+        own = self._own.setdefault(n, [])
+        own.insert(0, ratio)
+        del own[_OWN:]
+
     def _load_of(self, n: int) -> float:
         """How much slower passes of n tokens are now than without load: the median of the last, as far as there are."""
         own = self._own.get(n, ())
@@ -232,7 +246,12 @@ def _bounded(costs: Sequence[float]) -> list[float]:
     for n in range(MAX_TOKENS - 1, 1, -1):
         now[n] = min(now[n], now[n + 1])
     for n in range(2, MAX_TOKENS + 1):
-        now[n] = min(now[n], min(now[part] + now[n - part] for part in range(1, n // 2 + 1)))
+        least = now[n]
+        for part in range(1, n // 2 + 1):  # a plain loop: this runs beside passes
+            both = now[part] + now[n - part]
+            if both < least:
+                least = both
+        now[n] = least
     return now
 
 

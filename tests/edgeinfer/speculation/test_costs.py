@@ -263,3 +263,14 @@ def test_the_curve_is_measured_once_and_then_read(opened, model, monkeypatch):
         path.write_bytes(b"{")
     monkeypatch.undo()
     assert opened(model).speculator is not None
+
+
+def test_noting_one_pass_is_the_same_as_noting_all_of_them_anew():
+    rng = random.Random(5)
+    model, again = cost_model(), cost_model()
+    for number in range(400):
+        size = rng.choice([1, 1, 1, 2, 3, 8]) if number < 300 else 4  # at the end only one size is left
+        model._add(size, rng.uniform(0.8, 1.5))
+        again._note(model._recent)
+        assert model._own == again._own and list(model._recent) == list(again._recent)
+    assert set(model._own) == {4} and len(model._recent) == 64
