@@ -16,8 +16,6 @@ from string import ascii_uppercase
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
 
-import numpy as np
-
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
 from edgeinfer.common.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
@@ -25,7 +23,6 @@ from edgeinfer.common.errors import (
     ContextOverflow,
     Interrupted,
     InvalidArgument,
-    NumericalError,
     warn,
 )
 from edgeinfer.common.one_process import OfOneProcess
@@ -208,9 +205,9 @@ class Engine(OfOneProcess):
         n_rows = min(n_rows, self.session.n_batch)
         with self._taken_by(record), self._step:
             logits = self._evaluate(tokens, record, progress, StatsCounter())
-            if not np.isfinite(logits[: self.tokenizer.n_vocab].max()):
-                raise NumericalError("the logits of the prompt are not numbers: the model file is damaged")
-            return score_continuations(self.session, tokens, logits, following, self.tokenizer.n_vocab, n_rows)
+            check = partial(self._check_running, record)
+            n_vocab = self.tokenizer.n_vocab
+            return score_continuations(self.session, tokens, logits, following, n_vocab, n_rows, check)
 
     def rank(self, query: str, documents: Sequence[str], template: str | None = None) -> list[tuple[int, float]]:
         """Rank documents by how well they answer a query: (index, log probability), the best first.
@@ -377,9 +374,13 @@ class Engine(OfOneProcess):
         """The next token. Raises Interrupted if somebody asked for that since the last one."""
         with self._step:
             self._owner = threading.get_ident()
-            if record.interrupted or self._closed:
-                raise Interrupted("the request was interrupted")
+            self._check_running(record)
             return record.timed_next(tokens)
+
+    def _check_running(self, record: Record) -> None:
+        """Raises Interrupted if somebody stopped the request or closed the engine."""
+        if record.interrupted or self._closed:
+            raise Interrupted("the request was interrupted")
 
     def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
         """The tokens that follow the prompt, one after the other, at most `limit`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from edgeinfer import _sampler
 from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.common.arguments import check_integer
+from edgeinfer.common.errors import NumericalError
 from edgeinfer.common.types import Logits
 
 MOST_ALTERNATIVES = 1000
@@ -44,8 +46,13 @@ def check_alternatives(value: object) -> int | None:
 
 
 def token_logprob(logits: Logits, token: int, n_top: int = 0) -> TokenLogprob:
-    """The log probability of a token, and of the n_top most likely ones. logits: (n_vocab,) of tokens that exist."""
+    """The log probability of a token, and of the n_top most likely ones. logits: (n_vocab,) of tokens that exist.
+
+    Raises NumericalError where the logits are no numbers.
+    """
     logits = np.ascontiguousarray(logits)
+    if not np.isfinite(logits.max()):
+        raise NumericalError("logits are not numbers: the model file is damaged, or its hyper-parameters are wrong")
     total = _sampler.log_total(logits)
     ids = _sampler.candidates(logits, n_top, 1.0, 0.0) if 0 < n_top < len(logits) else _in_order(logits, n_top)
     return TokenLogprob(token, float(logits[token]) - total, tuple((id, float(logits[id]) - total) for id in ids))
@@ -58,24 +65,28 @@ def score_continuations(
     continuations: Sequence[Sequence[int]],
     n_vocab: int,
     n_rows: int,
+    before_pass: Callable[[], None],
 ) -> list[Score]:
     """Score several continuations, each of at least one token, of the prompt, which is committed before and after.
 
     after_prompt: (>= n_vocab,) logits of its last token.  n_vocab: tokens that exist.  n_rows: most rows of logits at a
     time. Short continuations go through a pass together, as branches of a tree that share what they have in common.
+    before_pass: may raise, which ends this.
     """
     of_short: dict[tuple[int, ...], Score] = {}
-    short = [tuple(each) for each in continuations if len(each) <= n_rows]
-    waiting = list(dict.fromkeys(short))
+    # In order, those that begin alike go through the same pass.
+    waiting = deque(sorted({tuple(each) for each in continuations if len(each) <= n_rows}))
     while waiting:
-        tree = _Tree()
-        taken = [each for each in waiting if tree.add(each, n_rows)]
+        before_pass()
+        tree, taken = _Tree(), []
+        while waiting and tree.add(waiting[0], n_rows):
+            taken.append(waiting.popleft())
         of_short |= tree.scores(session, after_prompt, taken, n_vocab)
-        waiting = [each for each in waiting if each not in of_short]
     scores = []
     for tokens in continuations:
         found = of_short.get(tuple(tokens))
         if found is None:
+            before_pass()
             found = _score_long(session, prompt, after_prompt, tokens, n_vocab, n_rows)
         scores.append(found)
     return scores

@@ -199,12 +199,11 @@ class CostModel:
 
     def _note(self, passes: Iterable[tuple[int, float]]) -> None:
         """Make these, size and time over that without load, the recent passes: the oldest are forgotten."""
-        self._recent = deque(passes, maxlen=_RECENT)
+        passes = list(passes)  # of the recent ones, usually
+        self._recent.clear()
         self._own = {}
-        for size, ratio in reversed(self._recent):
-            own = self._own.setdefault(size, [])
-            if len(own) < _OWN:
-                own.append(ratio)
+        for size, ratio in passes:
+            self._add(size, ratio)
 
     def _add(self, n: int, ratio: float) -> None:
         """Note one more pass; the oldest is forgotten where there are enough."""

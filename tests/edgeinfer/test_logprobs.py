@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.base import run_sequence
-from edgeinfer.common.errors import ContextOverflow, InvalidArgument, ShapeError
+from edgeinfer.common.errors import ContextOverflow, Interrupted, InvalidArgument, NumericalError, ShapeError
 from edgeinfer.logprobs import token_logprob
 
 PROMPT = "hello world, there is the one"
@@ -200,14 +200,32 @@ def test_documents_are_ranked_by_the_letter_that_the_model_would_say(engine):
         engine.rank("which?", documents, "{documents}")
 
 
-def test_the_default_model_finds_the_passage_and_the_likely_word(default_model):
-    documents = [
-        "Bread is baked from flour, water and yeast.",
-        "Paris is the capital of France and lies on the Seine.",
-        "The moon goes around the earth in 27 days.",
-    ]
+def test_the_default_model_finds_the_likely_word(default_model):
     with edgeinfer.load(default_model, n_ctx=512) as engine:
         likely, unlikely = engine.score("The capital of France is", [" Paris", " bread"])
         assert likely.is_greedy and not unlikely.is_greedy and likely.logprob > unlikely.logprob + 5
-        places = [place for place, _ in engine.rank("What is the capital of France?", documents)]
-        assert sorted(places) == [0, 1, 2]
+
+
+def test_interrupting_ends_scores_between_passes_and_the_engine_goes_on(engine, monkeypatch):
+    forward, n_passes = engine.session.forward, 0
+
+    def interrupting(*arguments, **options):
+        nonlocal n_passes
+        found = forward(*arguments, **options)
+        n_passes += options.get("logits") == "all"
+        if n_passes == 1:
+            engine._running.interrupted = True  # as Engine.interrupt, where no pass runs
+        return found
+
+    following = [[token] * 3 for token in range(20, 90)]
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.session, "forward", interrupting)
+        with pytest.raises(Interrupted):
+            engine.score(PROMPT, following)
+    assert n_passes == 1 and len(engine.score(PROMPT, following)) == len(following)
+
+
+def test_logits_that_are_no_numbers_have_no_log_probability():
+    for value in (np.nan, np.inf):
+        with pytest.raises(NumericalError, match="not numbers"):
+            token_logprob(np.array([1.0, value, 0.0], np.float32), 0)

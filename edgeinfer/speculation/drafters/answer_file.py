@@ -13,11 +13,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from edgeinfer.common.arguments import human_bytes
 from edgeinfer.common.errors import warn
 from edgeinfer.common.files import write_whole
 
 _KIND, _VERSION = "edgeinfer answers", 1
-_MOST_BYTES = 64 << 20  # of a file that is read
+_MOST_BYTES = 1 << 20  # of a file that is read: some eight times what is written
 _MOST_HEADER = 4096
 
 
@@ -71,7 +72,7 @@ class _Damaged(ValueError):
 def _tokens(path: Path, mark: str, n_vocab: int) -> array[int]:
     """The tokens of a file. Raises _Damaged or ValueError, which say what is wrong with it, and OSError."""
     if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"is larger than any file of answers for drafts, {_MOST_BYTES >> 20} MiB")
+        raise ValueError(f"is larger than any file of answers for drafts, {human_bytes(_MOST_BYTES)}")
     with path.open("rb") as file:
         line = file.readline(_MOST_HEADER)
         data = file.read(_MOST_BYTES)

@@ -16,7 +16,8 @@ _WINDOW = 64  # tokens of the source that are searched for the place after a dif
 _MOST_NEW, _MOST_OLD = 12, 24  # longest differences that are learnt, in tokens
 _SHORT_GAP = 2  # in longer differences, only an agreeing token tells where the source continues
 _MOST_GAP = 24  # longest difference, in tokens, before a copy is given up
-_MOST_RULES = 256
+_MOST_RULES, _MOST_RULE_TOKENS = 64, 512  # that are remembered, and the tokens of all of them
+MOST_BYTES = 36 * _MOST_RULE_TOKENS + 300 * _MOST_RULES  # tokens as integers of their own; rules with their tuples
 _LEAST_RIGHT, _MOST_RIGHT = -1, 3  # n_right of rules
 
 # Buckets, from 0 on.
@@ -176,8 +177,10 @@ class Realignment:
         key = self._text[self._place]
         self._rules.pop(key, None)
         self._rules[key] = Rule(tuple(old), tuple(new), -1 if old and new else before)
-        if len(self._rules) > _MOST_RULES:
-            del self._rules[next(iter(self._rules))]
+        n_tokens = sum(len(rule.old) + len(rule.new) for rule in self._rules.values())
+        while len(self._rules) > _MOST_RULES or n_tokens > _MOST_RULE_TOKENS:
+            oldest = self._rules.pop(next(iter(self._rules)))
+            n_tokens -= len(oldest.old) + len(oldest.new)
 
     def _rule_at(self, place: int) -> Rule | None:
         """The rule for the tokens of the source from a place on."""

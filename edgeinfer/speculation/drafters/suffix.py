@@ -16,6 +16,7 @@ from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
 from edgeinfer.speculation.drafters.chains import Chains
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, Realignment
+from edgeinfer.speculation.drafters.realignment import MOST_BYTES as REALIGNMENT_BYTES
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
@@ -162,8 +163,8 @@ class SuffixDrafter(HoldingDrafter):
 
     @staticmethod
     def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes of the automaton and of the last request."""
-        return BYTES_PER_TOKEN * max_tokens + _BYTES_PER_LAST * n_ctx
+        """Most bytes of the automaton, of what was learnt of changed copies, and of the last request."""
+        return BYTES_PER_TOKEN * max_tokens + REALIGNMENT_BYTES + _BYTES_PER_LAST * n_ctx
 
     def start(self, context: Context) -> None:
         """Add the new part of the prompt."""

@@ -209,7 +209,9 @@ def test_any_text_gives_valid_guesses_in_bounded_memory(seed):
             assert 0 < len(guess.tokens) == len(guess.buckets) <= 31
             assert all(0 <= token < 12 for token in guess.tokens)
             assert all(0 <= bucket < N_BUCKETS for bucket in guess.buckets)
-    assert len(reader.realignment._rules) <= 256 and len(reader.realignment._gap) <= 24
+    rules = reader.realignment._rules.values()
+    assert len(rules) <= 64 and sum(len(rule.old) + len(rule.new) for rule in rules) <= 512
+    assert len(reader.realignment._gap) <= 24
 
 
 def test_there_is_a_prior_for_every_bucket():
