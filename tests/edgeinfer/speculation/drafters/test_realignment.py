@@ -241,3 +241,16 @@ def test_a_text_of_one_token_does_not_make_steps_slow():
         reader.realignment.guesses(31)
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.002
+
+
+def test_the_oldest_replacements_are_forgotten_where_there_are_many():
+    source = list(range(1000, 3000))
+    for n_new, most in ((1, 64), (11, 40)):  # 512 tokens are 42 rules of one old token and eleven new ones
+        reader = Reader(source)
+        copy = []
+        for token in source:
+            copy += [token * 20 + i for i in range(1, n_new + 1)] if token % 10 == 9 else [token]
+        reader.read([1, *copy])
+        rules = reader.realignment._rules
+        n_tokens = sum(len(rule.old) + len(rule.new) for rule in rules.values())
+        assert most <= len(rules) <= 64 and n_tokens <= 512 and min(rules) > 2000  # of 200 that were made
