@@ -403,6 +403,7 @@ class Engine(OfOneProcess):
             return
         while True:
             yield text[-1]
+            del logits  # its memory is for the next ones
             logits = self._forward(text[-1:])
             text.append(draw(logits, text))
             record.note(logits, text[-1])

@@ -38,6 +38,33 @@ _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
 WORTH_KEEPING = 32  # tokens: a sequence that loses fewer to the next one is not parked
 
 
+class _ReusedRows:
+    """Memory for up to n_rows rows of logits, which are those of the next pass once nobody has any of them any more.
+
+    A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much, and a step of a
+    small model would spend a twentieth on page faults; so it is memory of its own, of which only what passes write to
+    is there.
+    """
+
+    def __init__(self, n_rows: int, n_logits: int) -> None:
+        self._n_rows = n_rows
+        self._n_logits = n_logits
+        self._memory: mmap.mmap | None = None
+        self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of the last rows were views
+
+    def take(self, n: int) -> NDArray[np.float32]:
+        """(n, n_logits) for the next pass, n <= n_rows. Memory that somebody still has logits in is left to them."""
+        if self._memory is None or (self._array is not None and self._array() is not None):
+            self._memory = mmap.mmap(-1, self._n_rows * self._n_logits * 4, access=mmap.ACCESS_COPY)
+        array = np.frombuffer(self._memory, dtype=np.float32)
+        self._array = weakref.ref(array)  # views keep it alive, whatever they were made of
+        return array[: n * self._n_logits].reshape(n, self._n_logits)
+
+    def drop(self) -> None:
+        """Give the memory back once nobody has logits in it."""
+        self._memory = self._array = None
+
+
 class NativeSequence(OfOneProcess):
     """The common part of sessions of models and of draft heads."""
 
@@ -49,9 +76,9 @@ class NativeSequence(OfOneProcess):
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._sequence: list[int] = []  # committed
-        self._rows: mmap.mmap | None = None  # where logits of several rows were, used again
+        n_logits = decoder.decoder_spec.n_logits
+        self._row, self._rows = _ReusedRows(1, n_logits), _ReusedRows(_ROWS, n_logits)  # for logits
         self._keeps_rows = False
-        self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of those logits were views
 
     @property
     def n_past(self) -> int:
@@ -77,16 +104,16 @@ class NativeSequence(OfOneProcess):
             raise ShapeError(f"n_past must be in 0..{state.n_past}: found {n_past}")
         self._parents = []
         if n_past == 0 and not self._keeps_rows:  # others than these may not need so many
-            self._rows = None
+            self._rows.drop()
         n_reached = state.truncate(n_past)
         del self._sequence[n_reached:]
         return n_reached
 
     def reserve_rows(self, n: int) -> None:
         """Take memory for the logits of up to n rows now, and keep it for all passes: none waits for it later."""
-        self._rows = self._array = None
+        self._rows.drop()
         self._keeps_rows = True
-        self._rows_for(min(n, _ROWS)).fill(0.0)
+        self._rows.take(min(n, _ROWS)).fill(0.0)
 
     def memory(self) -> MemoryUse:
         """Bytes that the model and this sequence hold now."""
@@ -99,7 +126,9 @@ class NativeSequence(OfOneProcess):
 
     def close(self) -> None:
         """Give the memory of this sequence back. Further calls raise. The model stays."""
-        self._state = self._rows = self._array = None
+        self._state = None
+        self._row.drop()
+        self._rows.drop()
 
     def _checked(self, rows: Rows, taps: Sequence[int], features: ArrayLike | None) -> SequenceRows:
         """Rows of this sequence, checked, with what comes with them. Raises ShapeError, ContextOverflow."""
@@ -149,7 +178,7 @@ class NativeSequence(OfOneProcess):
             return None
         n, pending = len(few), self._parents[:n_pending]
         spec = self._decoder.decoder_spec
-        out = self._rows_for(n) if logits == "all" and n > 1 else np.empty((1, spec.n_logits), dtype=np.float32)
+        out = self._logits_of(n, n if logits == "all" else 1)
         tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
         state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
         before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
@@ -170,20 +199,14 @@ class NativeSequence(OfOneProcess):
         self._parents = [*pending, *links]
         return Output(out, tapped)
 
-    def _rows_for(self, n: int) -> NDArray[np.float32]:
-        """Memory for the logits (n, n_logits) of a pass: that of an earlier one whose logits nobody has any more.
+    def _logits_of(self, n: int, n_rows: int) -> NDArray[np.float32]:
+        """Memory for n_rows rows of logits of a pass of n tokens: that of an earlier pass, where it is free.
 
-        A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much; so it is
-        memory of its own, of which only what passes write to is there.
+        Not for the last row of many tokens, which is that of a prompt: a request keeps it while it decodes.
         """
-        n_logits = self._decoder.decoder_spec.n_logits
-        if n > _ROWS:
-            return np.empty((n, n_logits), dtype=np.float32)
-        if self._rows is None or (self._array is not None and self._array() is not None):
-            self._rows = mmap.mmap(-1, _ROWS * n_logits * 4, access=mmap.ACCESS_COPY)
-        array = np.frombuffer(self._rows, dtype=np.float32)
-        self._array = weakref.ref(array)  # views keep it alive, whatever they were made of
-        return array[: n * n_logits].reshape(n, n_logits)
+        if n_rows > _ROWS or n_rows < n:
+            return np.empty((n_rows, self._decoder.decoder_spec.n_logits), dtype=np.float32)
+        return (self._row if n == 1 else self._rows).take(n_rows)
 
     def _open(self) -> _core.SequenceState:
         if self._state is None:
