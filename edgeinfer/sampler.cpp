@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -15,6 +16,10 @@
 #include <numeric>
 #include <utility>
 #include <vector>
+
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,7 +34,7 @@ constexpr uint64_t kGolden = 0x9E3779B97F4A7C15, kMix1 = 0xBF58476D1CE4E5B9, kMi
 constexpr int kMantissaBits = 52, kBias = 1023;
 constexpr double kLeast = -700;      // differences of logits below it count as it
 constexpr double kRound = 0x1.8p52;  // added and taken away again, it leaves the nearest integer, of two the even one
-constexpr uint32_t kBlock = 256;     // logits that are compared with a bound together
+constexpr uint32_t kBlock = 64;      // logits that are compared with a bound together
 constexpr size_t kFew = 256, kGroups = 1024;  // of most likely tokens: usually the nucleus
 
 // e**x for x in -700..0 by the method and constants of fdlibm's e_exp.c: x = k ln 2 + r with |r| <= ln(2) / 2; then
@@ -86,10 +91,18 @@ inline double most_noise(uint64_t bits) { return 0.6932 * (std::countl_one(bits)
 
 using Lanes = float __attribute__((vector_size(16)));
 
+inline Lanes larger(Lanes a, Lanes b) {
+#ifdef __SSE__
+    return _mm_max_ps(a, b);  // the same, but for how it is compiled
+#else
+    return a > b ? a : b;
+#endif
+}
+
 inline void raise_to(Lanes& largest, const float* logits) {
     Lanes each;
     std::memcpy(&each, logits, sizeof each);
-    largest = each > largest ? each : largest;
+    largest = larger(each, largest);
 }
 
 float largest_of(const float* logits, uint32_t n) {
@@ -101,12 +114,23 @@ float largest_of(const float* logits, uint32_t n) {
         raise_to(c, logits + first + 8);
         raise_to(d, logits + first + 12);
     }
-    float largest = -std::numeric_limits<float>::infinity();
-    for (const Lanes& lanes : {a, b, c, d}) {
-        for (int i = 0; i < 4; i++) largest = std::max(largest, lanes[i]);
-    }
+    const Lanes lanes = larger(larger(a, b), larger(c, d));
+    float largest = std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3]));
     for (; first < n; first++) largest = std::max(largest, logits[first]);
     return largest;
+}
+
+bool has_nan(const float* logits, uint32_t n) {
+    auto found = Lanes{} != Lanes{};
+    uint32_t first = 0;
+    for (; first + 4 <= n; first += 4) {
+        Lanes each;
+        std::memcpy(&each, logits + first, sizeof each);
+        found |= each != each;
+    }
+    bool is_there = found[0] || found[1] || found[2] || found[3];
+    for (; first < n; first++) is_there |= logits[first] != logits[first];
+    return is_there;
 }
 
 // Some tokens and their logits.
@@ -124,29 +148,33 @@ struct Tokens {
     }
 };
 
-// The k largest logits, largest first, equal ones by id.
+// The k largest logits, largest first, equal ones by id. 0 < k < n.
 Tokens most_likely(const float* logits, uint32_t n, size_t k) {
-    const auto before = [logits](uint32_t a, uint32_t b) {
-        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
-    };
-    std::vector<uint32_t> found;  // the worst of them in front, once there are k
-    const auto take = [&](uint32_t id) {
-        if (found.size() == k) {
-            if (!(logits[id] > logits[found.front()])) return;  // of equal ones those before it stay
-            std::pop_heap(found.begin(), found.end(), before);
-            found.pop_back();
-        }
-        found.push_back(id);
-        std::push_heap(found.begin(), found.end(), before);
-    };
+    std::vector<float> largest;  // of each block
     for (uint32_t first = 0; first < n; first += kBlock) {
-        const uint32_t size = std::min(kBlock, n - first);
-        if (found.size() == k && !(largest_of(logits + first, size) > logits[found.front()])) continue;
-        for (uint32_t id = first; id < first + size; id++) take(id);
+        largest.push_back(largest_of(logits + first, std::min(kBlock, n - first)));
     }
-    std::sort(found.begin(), found.end(), before);
+    float bound = -std::numeric_limits<float>::infinity();  // at least k logits reach it
+    if (largest.size() >= k) {
+        std::vector<float> ordered = largest;
+        const auto last = ordered.begin() + static_cast<ptrdiff_t>(k - 1);
+        std::nth_element(ordered.begin(), last, ordered.end(), std::greater<>());
+        bound = *last;
+    }
+    std::vector<uint32_t> found;
+    for (uint32_t block = 0; block < largest.size(); block++) {
+        if (largest[block] < bound) continue;
+        const uint32_t first = block * kBlock;
+        for (uint32_t id = first; id < std::min(first + kBlock, n); id++) {
+            if (logits[id] >= bound) found.push_back(id);
+        }
+    }
+    const auto end = found.begin() + static_cast<ptrdiff_t>(k);
+    std::partial_sort(found.begin(), end, found.end(), [logits](uint32_t a, uint32_t b) {
+        return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
+    });
     Tokens tokens;
-    for (const uint32_t id : found) tokens.add(id, logits[id]);
+    for (auto id = found.begin(); id != end; id++) tokens.add(*id, logits[*id]);
     return tokens;
 }
 
@@ -269,20 +297,72 @@ uint32_t drawn_of(const Tokens& tokens, float largest, double temperature, uint6
     return drawn;
 }
 
-// Makes the logits of the tokens seen lately less likely, as edgeinfer.sampling.penalize says.
-void penalize(float* logits, uint32_t n, std::vector<int32_t> recent, double repeat, double frequency,
-              double presence) {
-    std::sort(recent.begin(), recent.end());
-    for (size_t first = 0, end; first < recent.size(); first = end) {
-        for (end = first + 1; end < recent.size() && recent[end] == recent[first]; end++) {
-        }
-        if (recent[first] < 0 || static_cast<uint32_t>(recent[first]) >= n) continue;
-        float& logit = logits[recent[first]];
+// The first id with the largest logit; the first NaN, if there is one.
+uint32_t most_likely_of(const float* logits, uint32_t n) {
+    if (has_nan(logits, n)) {
+        const float* found = std::find_if(logits, logits + n, [](float logit) { return logit != logit; });
+        return static_cast<uint32_t>(found - logits);
+    }
+    uint32_t block = 0;
+    float largest = -std::numeric_limits<float>::infinity();
+    for (uint32_t first = 0; first < n; first += kBlock) {
+        const float of_block = largest_of(logits + first, std::min(kBlock, n - first));
+        if (of_block > largest) block = first, largest = of_block;
+    }
+    const float* found = std::find(logits + block, logits + n, largest);
+    return static_cast<uint32_t>(found - logits);
+}
+
+// How much less likely tokens seen lately are.
+struct Penalties {
+    double repeat, frequency, presence;
+
+    // Of a logit whose token was seen that often.
+    float apply(float logit, ptrdiff_t n_seen) const {
         const double seen = static_cast<double>(logit);
         const double scaled = seen <= 0.0 ? seen * repeat : seen / repeat;
-        const double taken = static_cast<double>(end - first) * frequency;
-        logit = static_cast<float>(scaled - (taken + presence));
+        const double taken = static_cast<double>(n_seen) * frequency;
+        return static_cast<float>(scaled - (taken + presence));
     }
+};
+
+// Makes the logits of tokens seen lately less likely, as edgeinfer.sampling.penalize says, for as long as it lives.
+class Penalized {
+public:
+    Penalized(float* logits, uint32_t n, std::vector<int32_t> recent, const Penalties& penalties) : logits_(logits) {
+        std::sort(recent.begin(), recent.end());
+        before_.reserve(recent.size());
+        for (auto first = recent.begin(), end = first; first != recent.end(); first = end) {
+            end = std::upper_bound(first, recent.end(), *first);
+            if (*first < 0 || static_cast<uint32_t>(*first) >= n) continue;
+            float& logit = logits[*first];
+            before_.emplace_back(*first, logit);
+            logit = penalties.apply(logit, end - first);
+        }
+    }
+
+    ~Penalized() {
+        for (const auto& [id, logit] : before_) logits_[id] = logit;
+    }
+    Penalized(const Penalized&) = delete;
+    Penalized& operator=(const Penalized&) = delete;
+
+    // Leaves them less likely for good.
+    void keep() { before_.clear(); }
+
+private:
+    float* logits_;
+    std::vector<std::pair<int32_t, float>> before_;
+};
+
+// The token that is chosen of a row, and the largest logit; the most likely one for a temperature of 0, and where the
+// largest logit is not finite.
+std::pair<uint32_t, float> chosen_of(const float* logits, uint32_t n, int64_t top_k, double top_p, double min_p,
+                                     double temperature, uint64_t key) {
+    const uint32_t most_likely = most_likely_of(logits, n);
+    const float largest = logits[most_likely];
+    if (!std::isfinite(largest) || temperature == 0) return {most_likely, largest};
+    return {drawn_of(candidates(logits, n, largest, top_k, top_p, min_p), largest, temperature, key), largest};
 }
 
 // How many of the last tokens stand at the end of each beginning of a text too: found[i] for the one that ends with token
@@ -355,8 +435,8 @@ NB_MODULE(_sampler, m) {
     m.def(
         "penalize",
         [](Changed logits, std::vector<int32_t> recent, double repeat, double frequency, double presence) {
-            penalize(logits.data(), static_cast<uint32_t>(logits.size()), std::move(recent), repeat, frequency,
-                     presence);
+            const uint32_t n = static_cast<uint32_t>(logits.size());
+            Penalized(logits.data(), n, std::move(recent), {repeat, frequency, presence}).keep();
         },
         "logits"_a, "recent"_a, "repeat"_a, "frequency"_a, "presence"_a,
         "Changes the logits (n,) of recent tokens; see edgeinfer.sampling.penalize.");
@@ -369,14 +449,17 @@ NB_MODULE(_sampler, m) {
         "(token, n): tokens that would continue a repetition of the last n tokens of a text, n in least..most, the "
         "largest n of each token; longer repetitions count as `most`. text: (n_tokens,).");
     m.def(
-        "draw",
-        [](Floats logits, int64_t top_k, double top_p, double min_p, double temperature, uint64_t key) {
+        "choose",
+        [](Changed logits, std::vector<int32_t> recent, double repeat, double frequency, double presence, int64_t top_k,
+           double top_p, double min_p, double temperature, uint64_t key) {
             const uint32_t n = static_cast<uint32_t>(logits.size());
-            const float largest = largest_of(logits.data(), n);
-            return drawn_of(candidates(logits.data(), n, largest, top_k, top_p, min_p), largest, temperature, key);
+            const Penalized penalized(logits.data(), n, std::move(recent), {repeat, frequency, presence});
+            return chosen_of(logits.data(), n, top_k, top_p, min_p, temperature, key);
         },
-        "logits"_a, "top_k"_a, "top_p"_a, "min_p"_a, "temperature"_a, "key"_a,
-        "The id that the noise of a key chooses among what these filters leave. logits: (n_vocab,), n_vocab > 0, with "
-        "a "
-        "finite maximum and no NaN.");
+        "logits"_a, "recent"_a, "repeat"_a, "frequency"_a, "presence"_a, "top_k"_a, "top_p"_a, "min_p"_a,
+        "temperature"_a, "key"_a,
+        "(id, largest logit): what the noise of a key chooses, after penalties on recent tokens, among what the "
+        "filters "
+        "leave. At a temperature of 0, and where the largest logit is not finite: the first id with the largest logit, "
+        "or that of the first NaN. logits: (n_vocab,), n_vocab > 0, the same afterwards.");
 }

@@ -195,23 +195,38 @@ def sample(
     """
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise ShapeError(f"logits must be (n_vocab,) float32: found {logits.shape} {logits.dtype}")
-    if params.changes_logits:
+    recent: Sequence[int] = ()
+    if params.biases or params.has_dry:
         logits = adjusted(logits, params, previous, breakers)
-    most_likely = int(logits.argmax())  # the first NaN, if there is one
-    largest = float(logits[most_likely])
+    elif params.has_penalties:
+        recent = _recent(params, previous)
+    if params.is_greedy and len(recent) == 0:
+        id = int(logits.argmax())  # the first NaN, if there is one
+        largest = float(logits[id])
+    else:
+        id, largest = _chosen(logits, params, position, recent)
     if not math.isfinite(largest):
         if largest == -math.inf and len(params.biases) >= logits.size:
             raise InvalidArgument(f"logit_bias bans every one of {logits.size} tokens: leave at least one")
         raise NumericalError(
-            f"the largest of {logits.size} logits at position {position} is {largest} (token {most_likely}): the model "
+            f"the largest of {logits.size} logits at position {position} is {largest} (token {id}): the model "
             "file is damaged or does not fit its hyper-parameters"
         )
-    if params.is_greedy:
-        return most_likely
-    if params.seed is None:
+    if params.seed is None and not params.is_greedy:
         raise InvalidArgument("a draw at a temperature above 0 needs a seed: use params.with_seed()")
-    row, key = np.ascontiguousarray(logits), stream_key(params.seed, position)
-    return _sampler.draw(row, params.top_k, params.top_p, params.min_p, params.temperature, key)
+    return id
+
+
+def _chosen(logits: Logits, params: SamplingParams, position: int, recent: Sequence[int]) -> tuple[int, float]:
+    """The token at a position and the largest logit, after penalties on recent tokens; see _sampler.choose."""
+    if not (logits.flags.c_contiguous and logits.flags.writeable):  # the penalties are written to it for a moment
+        logits = np.array(logits)
+    temperature = 0.0 if params.is_greedy else params.temperature
+    key = 0 if params.seed is None else stream_key(params.seed, position)
+    penalties = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
+    filters = params.top_k, params.top_p, params.min_p
+    chosen: tuple[int, float] = _sampler.choose(logits, list(recent), *penalties, *filters, temperature, key)
+    return chosen
 
 
 def adjusted(
@@ -247,12 +262,17 @@ def penalize(logits: Logits, params: SamplingParams, previous: Sequence[int]) ->
 
     logits: (n_vocab,) float32, or a drafter's for the first tokens alone.
     """
-    recent = previous if params.penalty_last_n < 0 else previous[-params.penalty_last_n :]
+    recent = _recent(params, previous)
     if len(recent) == 0:
         return logits
     penalized = np.array(logits)
     _sampler.penalize(penalized, list(recent), params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
     return penalized
+
+
+def _recent(params: SamplingParams, previous: Sequence[int]) -> Sequence[int]:
+    """The tokens that penalties look at."""
+    return previous if params.penalty_last_n < 0 else previous[-params.penalty_last_n :]
 
 
 def candidates(logits: Logits, params: SamplingParams) -> Ids:
