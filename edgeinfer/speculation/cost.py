@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from statistics import median
+from operator import le
 
 import numpy as np
 
@@ -73,6 +73,7 @@ class CostModel:
         self._factors = [1.0] * (MAX_TOKENS + 1)  # f of all
         self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)  # size, and time over that without load
         self._own: dict[int, list[float]] = {}  # of these, the last of each size
+        self._n_recent = [0] * (MAX_TOKENS + 1)  # of these, by size
         self._load = 1.0
         self._added = [0.0] * (MAX_TOKENS + 1)  # milliseconds beside the curve
         self._n_context, self._is_stale = 0, True  # that _now is for, and whether it must be computed anew
@@ -99,7 +100,7 @@ class CostModel:
         self._add(n, self._ratio(n, n_past, milliseconds))
         if len(self._own[n]) >= _ENOUGH:
             self._learn_factor(n, is_disturbed)
-        load = median([*(ratio for _, ratio in islice(reversed(self._recent), _COMMON)), *[self._load] * _OWN])
+        load = _median([*(ratio for _, ratio in islice(reversed(self._recent), _COMMON)), *[self._load] * _OWN])
         if abs(load / self._load - 1.0) > _LEAST_CHANGE:
             self._load = load
             self._is_stale = True
@@ -108,18 +109,24 @@ class CostModel:
 
     def _learn_factor(self, n: int, is_disturbed: bool) -> None:
         """Learn f of a size from its last passes, and from those of others whether all of the calibration was slow."""
-        usual, slowest = median(self._own[n]), max(map(median, self._own.values()))
-        others = [ratio for size, ratio in islice(reversed(self._recent), _COMMON) if size != n]
-        if slowest < 1.0 - _LEAST_CHANGE:
-            self._calibrated = [slowest * each for each in self._calibrated]
-            self._slope = [slowest * each for each in self._slope]
-            self._rescale([1.0 / slowest] * (MAX_TOKENS + 1))
-        elif usual < 1.0 - _LEAST_CHANGE:
-            self._set_factor(n, self._factors[n] * usual**0.5)
-        elif usual > 1.0 + _LEAST_CHANGE and _are_quiet(others) and not is_disturbed:
+        usual = _median(self._own[n])
+        if usual < 1.0 - _LEAST_CHANGE:
+            slowest = max(map(_median, self._own.values()))
+            if slowest < 1.0 - _LEAST_CHANGE:
+                self._calibrated = [slowest * each for each in self._calibrated]
+                self._slope = [slowest * each for each in self._slope]
+                self._rescale([1.0 / slowest] * (MAX_TOKENS + 1))
+            else:
+                self._set_factor(n, self._factors[n] * usual**0.5)
+        elif usual > 1.0 + _LEAST_CHANGE and not is_disturbed and self._others_are_quiet(n):
             self._set_factor(n, self._factors[n] * min(usual, _MOST_AT_ONCE) ** 0.25)
         elif n not in self._known:
             self._set_factor(n, self._factors[n])
+
+    def _others_are_quiet(self, n: int) -> bool:
+        """Whether recent passes of other sizes were as fast as ever."""
+        ratios = [ratio for size, ratio in islice(reversed(self._recent), _COMMON) if size != n]
+        return len(ratios) >= _ENOUGH and max(ratios) < 1.0 + 2 * _LEAST_CHANGE
 
     @property
     def may_be_padded(self) -> bool:
@@ -202,6 +209,7 @@ class CostModel:
         passes = list(passes)  # of the recent ones, usually
         self._recent.clear()
         self._own = {}
+        self._n_recent = [0] * (MAX_TOKENS + 1)
         for size, ratio in passes:
             self._add(size, ratio)
 
@@ -210,33 +218,39 @@ class CostModel:
         if len(self._recent) == _RECENT:
             size, _ = self._recent.popleft()
             own = self._own[size]
-            if sum(each == size for each, _ in self._recent) < len(own):
+            self._n_recent[size] -= 1
+            if self._n_recent[size] < len(own):
                 own.pop()  # it was one of them, and the oldest
                 if not own:
                     del self._own[size]
         self._recent.append((n, ratio))
+        self._n_recent[n] += 1
         own = self._own.setdefault(n, [])
         own.insert(0, ratio)
         del own[_OWN:]
 
     def _load_of(self, n: int) -> float:
         """How much slower passes of n tokens are now than without load: the median of the last, as far as there are."""
-        own = self._own.get(n, ())
-        return median([*own, *[self._load] * (_OWN - len(own))]) if own else self._load
+        own = self._own.get(n)
+        return _median([*own, *[self._load] * (_OWN - len(own))]) if own else self._load
 
     def _update(self) -> None:
         self._now, self._is_stale = self._after(self._n_context), False
 
     def _after(self, n_past: int) -> list[float]:
         """(MAX_TOKENS + 1,) milliseconds after a context."""
-        costs = [self._load_of(n) * self._without_load(n, n_past) + self._added[n] for n in range(1, MAX_TOKENS + 1)]
-        weights = [1.0 + len(self._own.get(n, ())) for n in range(1, MAX_TOKENS + 1)]
-        return _bounded([0.0, *_isotonic(costs, weights)])
+        loads, weights, n_more = [self._load] * (MAX_TOKENS + 1), [1.0] * MAX_TOKENS, max(n_past - self._curve.n_near, 0)
+        for n, own in self._own.items():
+            loads[n], weights[n - 1] = self._load_of(n), 1.0 + len(own)
+        parts = zip(loads, self._factors, self._calibrated, self._slope, self._added, strict=True)
+        costs = [load * factor * (near + slope * n_more) + added for load, factor, near, slope, added in parts]
+        return _bounded([0.0, *_isotonic(costs[1:], weights)])
 
 
-def _are_quiet(ratios: Sequence[float]) -> bool:
-    """Whether passes of other sizes are as fast as ever."""
-    return len(ratios) >= _ENOUGH and max(ratios) < 1.0 + 2 * _LEAST_CHANGE
+def _median(values: Sequence[float]) -> float:
+    """As statistics.median, which takes longer: this runs after every pass."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def _bounded(costs: Sequence[float]) -> list[float]:
@@ -244,18 +258,23 @@ def _bounded(costs: Sequence[float]) -> list[float]:
     now = list(costs)
     for n in range(MAX_TOKENS - 1, 1, -1):
         now[n] = min(now[n], now[n + 1])
+    rate = now[1]  # the least for each token, of all sizes up to here
     for n in range(2, MAX_TOKENS + 1):
         least = now[n]
-        for part in range(1, n // 2 + 1):  # a plain loop: this runs beside passes
-            both = now[part] + now[n - part]
-            if both < least:
-                least = both
-        now[n] = least
+        if least > n * rate:  # else no two parts can be less
+            for part in range(1, n // 2 + 1):  # a plain loop: this runs beside passes
+                both = now[part] + now[n - part]
+                if both < least:
+                    least = both
+            now[n] = least
+        rate = min(rate, least / n)
     return now
 
 
 def _isotonic(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """The nearest values that do not fall, by weighted least squares: neighbours that fall become their mean."""
+    if all(map(le, values, islice(values, 1, None))):
+        return list(values)
     blocks: list[tuple[float, float, int]] = []  # mean, weight, number
     for value, weight in zip(values, weights, strict=True):
         mean, total, n = value, weight, 1

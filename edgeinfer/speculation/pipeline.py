@@ -247,7 +247,8 @@ class Speculator:
         if len(batch) == 1:
             self._payoff.count_plain(committed - drafted)
         self._payoff.count(len(new), ended - started, not is_plain)
-        stats.count_plain(len(new), self._payoff.plain_seconds, 1e-3 * self.costs.milliseconds(n_past)[1])
+        plain = self._payoff.plain_seconds
+        stats.count_plain(len(new), plain, 1e-3 * self.costs.milliseconds(n_past)[1] if plain is None else plain)
         return new
 
     def _observe_cost(self, n: int, n_past: int, seconds: float, n_padding: int) -> None:
@@ -394,7 +395,8 @@ class Speculator:
         """Compare every draft with the new tokens, and what each drafter saved with what it took."""
         for _, draft, table in proposals:
             table.learn(draft, new)
-        n_nodes, verify_ms = len(tree.tokens), self.costs.milliseconds(self._session.n_past)
+        n_nodes = len(tree.tokens)
+        verify_ms = self.costs.milliseconds(self._session.n_past) if n_nodes else ()
         owners = [tree.owners[node] for node in accepted]
         for state in self._states:
             name = state.drafter.name
