@@ -239,7 +239,8 @@ class CostModel:
 
     def _after(self, n_past: int) -> list[float]:
         """(MAX_TOKENS + 1,) milliseconds after a context."""
-        loads, weights, n_more = [self._load] * (MAX_TOKENS + 1), [1.0] * MAX_TOKENS, max(n_past - self._curve.n_near, 0)
+        loads, weights = [self._load] * (MAX_TOKENS + 1), [1.0] * MAX_TOKENS
+        n_more = max(n_past - self._curve.n_near, 0)
         for n, own in self._own.items():
             loads[n], weights[n - 1] = self._load_of(n), 1.0 + len(own)
         parts = zip(loads, self._factors, self._calibrated, self._slope, self._added, strict=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from types import TracebackType
 
 from edgeinfer.common.errors import BackendLost, Interrupted
 from edgeinfer.common.signal_handlers import is_from_handler
@@ -28,6 +28,32 @@ class DrafterPlacement:
     # opens the drafter that replaces it if its device fails; None for none
     fallback: Callable[[], Drafter] | None = field(default=None, repr=False)
     reuses_memory: bool = False  # the fallback fits only into the memory that the drafter frees
+
+
+class _Guard:
+    """See DrafterState.guarded. No generator: it is around every call of a drafter."""
+
+    __slots__ = ("_started", "_state", "_stats")
+
+    def __init__(self, state: DrafterState, stats: StatsCounter) -> None:
+        self._state, self._stats = state, stats
+
+    def __enter__(self) -> None:
+        self._started = perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        state = self._state
+        if error is not None:  # whatever a drafter does, generation continues
+            if not isinstance(error, Exception) or isinstance(error, Interrupted) or is_from_handler(error):
+                return False
+            state.drop(error, self._stats)
+        seconds = perf_counter() - self._started
+        state.saved_ms -= 1e3 * seconds
+        if state.model_based is not None:
+            self._stats.waited_seconds += seconds
+        return True
 
 
 class DrafterState:
@@ -62,25 +88,16 @@ class DrafterState:
             node_ms = (verify_ms[n_nodes + 1] - verify_ms[1]) / n_nodes
             self.saved_ms += n_accepted * verify_ms[1] - n_own * node_ms
 
-    @contextmanager
-    def guarded(self, stats: StatsCounter) -> Iterator[None]:
+    def guarded(self, stats: StatsCounter) -> _Guard:
         """Around a drafter's work: counts its time, and drops it for this request with the reason if it raises."""
-        started = perf_counter()
-        try:
-            yield
-        except Interrupted:
-            raise
-        except Exception as error:  # whatever a drafter does, generation continues
-            if is_from_handler(error):
-                raise
-            self.is_dropped = True
-            if isinstance(error, (BackendLost, MemoryError)):
-                self.lost = str(error) or "out of memory"
-            stats.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
-        seconds = perf_counter() - started
-        self.saved_ms -= 1e3 * seconds
-        if self.model_based is not None:
-            stats.waited_seconds += seconds
+        return _Guard(self, stats)
+
+    def drop(self, error: Exception, stats: StatsCounter) -> None:
+        """Use the drafter no more in this request."""
+        self.is_dropped = True
+        if isinstance(error, (BackendLost, MemoryError)):
+            self.lost = str(error) or "out of memory"
+        stats.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
 
     def rate(self, context: Context, verify_ms: Sequence[float], max_nodes: int) -> tuple[float, float]:
         """Expected tokens per millisecond with a drafter that has a model, and milliseconds of its prefill."""

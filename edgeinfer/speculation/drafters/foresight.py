@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from edgeinfer import _sampler
 from edgeinfer.sampling import SamplingParams, stream_key
@@ -36,10 +37,15 @@ class Foresight:
     def __init__(self, params: SamplingParams, tokens: Sequence[int]) -> None:
         self._params = params
         self._n_tokens = len(tokens)
-        last = params.penalty_last_n
-        recent = tokens if last < 0 else tokens[-last:] if last else ()
-        self._recent = Counter(recent) if params.has_penalties else Counter[int]()
+        self._tokens = tokens
         self._biases = dict(params.biases)
+
+    @cached_property
+    def _recent(self) -> Counter[int]:
+        """The tokens that penalties look at."""
+        params, tokens = self._params, self._tokens
+        last = params.penalty_last_n if params.has_penalties else 0
+        return Counter(tokens if last < 0 else tokens[-last:] if last else ())
 
     def ranked(
         self, candidates: Sequence[tuple[int, float]], total: float, path: Sequence[int]

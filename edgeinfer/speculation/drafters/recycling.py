@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from struct import Struct
 
 import numpy as np
 
@@ -29,6 +30,8 @@ _AT_ROOT, _BELOW = 3, 2  # how many of these become nodes
 # rank, and the class of the candidate's probability, int(8 p). Prior acceptance probability of each.
 _N_CLASSES = 8
 _MOST = 6e4  # logits that half floats hold
+# A row of each table; numpy takes several times as long for so few numbers.
+_ROW, _LOGITS = Struct(f"={1 + _N_KEPT}i"), Struct(f"={_N_KEPT + 1}e")
 _AFTER_ONE = _AT_ROOT * _N_CLASSES
 _FORESEEN = 2 * _AFTER_ONE
 _PRIORS = (
@@ -47,6 +50,7 @@ class RecyclingDrafter(HoldingDrafter):
         self._rows = np.full((n_rows, 1 + _N_KEPT), -1, dtype=np.int32)
         # (n_rows, _N_KEPT + 1): logits of the successors, and the log of the sum of the exponentials of all logits.
         self._logits = np.zeros((n_rows, _N_KEPT + 1), dtype=np.float16)
+        self._n_rows = n_rows
 
     @staticmethod
     def memory(n_rows: int = MOST_ROWS) -> int:
@@ -97,14 +101,15 @@ class RecyclingDrafter(HoldingDrafter):
         for before, last, logits in zip(previous[:-1], previous[1:], rows, strict=True):
             found = top_k(logits, _N_KEPT)
             ids = [id for id, _ in found]
-            missing = [-1] * (_N_KEPT - len(ids))
-            of_ids = logits[ids].clip(-_MOST, _MOST)
-            total = float(of_ids[0]) - math.log(max(found[0][1], 1e-30))
+            of_ids = logits[ids].clip(-_MOST, _MOST).tolist()
+            total = of_ids[0] - math.log(max(found[0][1], 1e-30))
+            n_missing = _N_KEPT - len(ids)
+            ids += [-1] * n_missing
+            of_ids += [0.0] * n_missing
             for key in (_key(before, last), last):
-                place = key % len(self._rows)
-                self._rows[place] = [key, *ids, *missing]
-                self._logits[place, : len(ids)] = of_ids
-                self._logits[place, -1] = total
+                place = key % self._n_rows
+                _ROW.pack_into(self._rows.data, place * _ROW.size, key, *ids)
+                _LOGITS.pack_into(self._logits.data, place * _LOGITS.size, *of_ids, total)
 
     @override
     def held(self) -> dict[str, int]:
@@ -122,11 +127,11 @@ class RecyclingDrafter(HoldingDrafter):
         foresight: of the target's choice, where that depends on more than its logits.  path: of drafts up to `last`.
         """
         for key, bucket in ((_key(before, last), 0), (last, _AFTER_ONE)):
-            place = key % len(self._rows)
-            owner, *ids = self._rows[place].tolist()
+            place = key % self._n_rows
+            owner, *ids = _ROW.unpack_from(self._rows.data, place * _ROW.size)
             if owner != key:
                 continue
-            *logits, total = self._logits[place].tolist()
+            *logits, total = _LOGITS.unpack_from(self._logits.data, place * _LOGITS.size)
             if foresight is None:
                 pairs = [(id, math.exp(min(logit - total, 0.0))) for id, logit in zip(ids[:n], logits, strict=False)]
                 found = [pair for pair in pairs if pair[0] >= 0]
