@@ -23,7 +23,9 @@ LogitsRows: TypeAlias = Literal["last", "all"] | Sequence[int]
 class Output:
     """What a forward pass gives back."""
 
-    logits: Logits  # (m, n_vocab) float32, one row for each row that was asked for, in that order
+    # (m, n_vocab) float32, one row for each row that was asked for, in that order. They stay as they are as long as
+    # somebody has them or a view of them; after that, a later pass may use their memory
+    logits: Logits
     # (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or what the output matrix reads, as it
     # was asked for; or None
     hidden: HiddenStates | None = None

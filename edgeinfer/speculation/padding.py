@@ -9,6 +9,7 @@ from __future__ import annotations
 from edgeinfer.speculation.cost import CostModel
 
 _MAX_IDLE, _BACKOFF = 32, 4  # steps without a draft before a doubtful cost is measured again; growth of that number
+_EVERY = 8  # steps, after that number, in which costs are asked whether they are doubtful: it takes time
 _IDLE_SIZES = (2, 4)  # tokens of the passes that are then padded
 # Steps without a long pass before one is padded to that size, and the most of them as they grow.
 _LONG, _MAX_SHORT, _LIMIT_SHORT = 8, 64, 4096
@@ -31,7 +32,7 @@ class PassPadding:
         if self._n_short >= self._max_short and max_nodes + 1 >= _LONG:
             self._n_short, self._max_short = 0, min(_BACKOFF * self._max_short, _LIMIT_SHORT)
             return _LONG - 1 - n_nodes
-        if self._n_idle >= self._max_idle and costs.is_doubtful:
+        if self._n_idle >= self._max_idle and self._n_idle % _EVERY == 0 and costs.is_doubtful:
             self._n_idle, self._max_idle, self._sizes = 0, _BACKOFF * self._max_idle, list(_IDLE_SIZES)
         if n_nodes or not self._sizes or self._sizes[0] > max_nodes + 1:
             return 0

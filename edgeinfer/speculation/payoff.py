@@ -12,8 +12,9 @@ from dataclasses import dataclass
 _ENOUGH = 2.5  # plain steps, decayed
 _DECAY = 0.98  # of what was measured, with each step
 _PROBE_EVERY, _FIRST_PROBES = 48, 4  # tokens without a plain step before one is made; while there were few of these
-# Steps with drafts in a row before they are judged, at all and as usual; by how many standard errors.
-_LEAST_STEPS, _TRIAL = 6, 20
+# Steps with drafts in a row before they are judged, at all, as usual, and where they did not pay the last time; by how
+# many standard errors.
+_LEAST_STEPS, _TRIAL, _SHORT_TRIAL = 6, 20, 8
 _VERY_SURE, _SURE = 3.0, 1.0
 _REST, _LONGEST_REST = 32, 512  # tokens without drafts: the first time, and at most
 
@@ -91,7 +92,8 @@ class Payoff:
         self._n_steps += 1
         if self._n_steps < _LEAST_STEPS or self._plain.steps < _ENOUGH:
             return
-        sure = _SURE if self._n_steps >= _TRIAL else _VERY_SURE
+        trial = _TRIAL if self._rest == _REST else _SHORT_TRIAL
+        sure = _SURE if self._n_steps >= trial else _VERY_SURE
         error = (self._plain.error**2 + self._drafted.error**2) ** 0.5
         if self._drafted.value > self._plain.value + sure * error:
             self._left_to_rest, self._rest = self._rest, min(2 * self._rest, _LONGEST_REST)

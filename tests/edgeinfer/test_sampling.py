@@ -265,6 +265,30 @@ def test_candidates_and_draws_are_those_of_the_reference(rng):
         assert sample(logits, chosen, position) == reference.simply_drawn(logits, chosen, position), chosen
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_penalised_choice_leaves_the_logits_as_they_are(rng, temperature):
+    chosen = params(temperature=temperature, repeat_penalty=1.7, presence_penalty=0.5, frequency_penalty=0.1, top_k=40)
+    for n_vocab in (3, 1000, 50_000):
+        logits = (4 * rng.standard_normal(n_vocab)).astype(np.float32)
+        previous = [*rng.integers(0, n_vocab, 50).tolist(), int(logits.argmax()), -5, n_vocab + 7]
+        before = logits.copy()
+        found = [sample(logits, chosen, position, previous) for position in range(20)]
+        assert logits.tobytes() == before.tobytes()
+        plain = dataclasses.replace(chosen, repeat_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
+        penalized = penalize(logits, chosen, previous)
+        assert found == [sample(penalized, plain, position) for position in range(20)]
+        logits.flags.writeable = False
+        assert found == [sample(logits, chosen, position, previous) for position in range(20)]
+
+
+def test_penalised_logits_that_are_no_numbers_are_named():
+    logits = np.zeros(1000, np.float32)
+    logits[[700, 900]] = np.nan
+    for temperature in (0.0, 0.8):
+        with pytest.raises(NumericalError, match=r"is nan \(token 700\)"):
+            sample(logits, params(temperature=temperature, repeat_penalty=1.5), 0, [3])
+
+
 def draws_written_down():
     """The logits come from integers: no library that may differ computes them."""
     logits = ((np.arange(40_000, dtype=np.int64) * 2654435761 % 65_521).astype(np.float32) - 32_760) / 4096

@@ -125,6 +125,22 @@ def test_rows_that_are_reserved_are_those_of_all_passes(tmp_path: Path) -> None:
         assert place(session, 4) != kept.ctypes.data and same_bits(kept, logits)
 
 
+def test_a_row_uses_the_memory_of_the_last_one_unless_somebody_has_it(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_model(tmp_path / "m.gguf", "llama", "Q8_0", n_vocab=40_000)) as file:
+        session = loaded(file)
+        prompt = session.forward(IDS[:3]).logits  # of many tokens: a request has it as long as it decodes
+        session.commit(range(3))
+        places = set()
+        for token in IDS[:4]:
+            for logits in ("last", "all"):
+                places.add(session.forward([token], logits=logits).logits.ctypes.data)
+        assert len(places) == 1 and prompt.ctypes.data not in places
+        kept = session.forward([IDS[0]]).logits.reshape(-1)[:100]  # a part of a view
+        before = kept.copy()
+        others = [session.forward([token]).logits for token in IDS[1:4]]
+        assert len({each.ctypes.data for each in [kept, *others]}) == 4 and same_bits(kept, before)
+
+
 # ---- files and memory ------------------------------------------------------------------------------------------------
 
 

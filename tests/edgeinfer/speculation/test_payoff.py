@@ -102,6 +102,22 @@ def test_what_drafters_took_for_a_prompt_counts_and_a_new_text_gets_a_sooner_tri
     assert Run(payoff, 50, lambda i: 0.010, lambda i: (2, 0.015)).n_plain > 20
 
 
+def test_after_a_rest_the_next_trial_is_shorter() -> None:
+    payoff, noise = Unpatched(), noisy(1, 0.05)
+
+    def n_tried() -> float:
+        """Steps with drafts up to the next rest."""
+        n = 0.0
+        while not payoff.is_resting:
+            n += Run(payoff, 1, lambda i: 0.010 * noise(), lambda i: (1, 0.0103 * noise())).n_drafted
+        return n
+
+    first = n_tried()
+    while payoff.is_resting:
+        Run(payoff, 1, lambda i: 0.010 * noise(), lambda i: (1, 0.0103 * noise()))
+    assert n_tried() <= 10 < first
+
+
 def test_nothing_is_known_before_the_first_plain_step() -> None:
     payoff = Unpatched()
     assert payoff.plain_seconds is None
