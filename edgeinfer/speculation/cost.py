@@ -23,6 +23,7 @@ _MIN_PASSES = 64  # observed, before the curve is worth keeping
 MAX_RATIO_OF_TWO = 1.5  # cost of two tokens over one, above which a measurement is suspect; 1.1 to 1.4 is usual
 # Passes that tell how a size is now: its last _OWN of the last _RECENT; of all sizes, the last _COMMON tell the load.
 _RECENT, _OWN, _COMMON = 64, 5, 24
+_TOGETHER = 4  # passes of one token that are looked at together: a pass drives this code out of the caches
 _ENOUGH = 3  # passes of a size after which it is known better than by the calibration
 _LEAST_CHANGE = 0.03  # of a cost, that is worth a new list
 _MOST_AT_ONCE = 1.5  # what a pass that is slow while others are not counts as at most
@@ -75,6 +76,7 @@ class CostModel:
         self._own: dict[int, list[float]] = {}  # of these, the last of each size
         self._n_recent = [0] * (MAX_TOKENS + 1)  # of these, by size
         self._load = 1.0
+        self._waiting: list[tuple[int, int, float, bool]] = []  # arguments of `observe`
         self._added = [0.0] * (MAX_TOKENS + 1)  # milliseconds beside the curve
         self._n_context, self._is_stale = 0, True  # that _now is for, and whether it must be computed anew
         self._now: list[float] = []
@@ -95,6 +97,17 @@ class CostModel:
         """Correct the curve by a pass of n tokens that took that long. is_disturbed: other work ran meanwhile."""
         if not 1 <= n <= MAX_TOKENS:
             return
+        self._waiting.append((n, n_past, milliseconds, is_disturbed))
+        if n > 1 or len(self._waiting) == _TOGETHER:
+            self._observe_waiting()
+
+    def _observe_waiting(self) -> None:
+        """Observe the passes of one token that wait for more of them, and what came after them."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            self._observe_one(*each)
+
+    def _observe_one(self, n: int, n_past: int, milliseconds: float, is_disturbed: bool) -> None:
         self._n_observed += not is_disturbed
         before = self._load_of(n)
         self._add(n, self._ratio(n, n_past, milliseconds))
@@ -147,6 +160,7 @@ class CostModel:
 
     def close(self) -> None:
         """Hand the curve without load to `keep`."""
+        self._observe_waiting()
         if self._keep is not None and self._n_observed >= _MIN_PASSES:
             self._keep(self._corrected())
 

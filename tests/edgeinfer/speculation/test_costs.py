@@ -274,3 +274,16 @@ def test_noting_one_pass_is_the_same_as_noting_all_of_them_anew():
         again._note(model._recent)
         assert model._own == again._own and list(model._recent) == list(again._recent)
     assert set(model._own) == {4} and len(model._recent) == 64
+
+
+def test_passes_of_one_token_wait_for_each_other_and_none_is_lost():
+    curve = CostCurve(0, {1: 0.01, 2: 0.012, 32: 0.1}, 0, {})
+    together, kept = CostModel(curve, lambda curve: kept.append(curve)), []
+    for i in range(62):
+        together.observe(1, 0, 20.0)
+        assert (together.milliseconds(0)[1] == pytest.approx(10.0)) == (i < 3)
+    together.observe(2, 0, 24.0)  # what came before it is observed first
+    assert [size for size, _ in together._recent] == [1] * 62 + [2]
+    together.observe(1, 0, 20.0)
+    together.close()
+    assert len(kept) == 1 and len(together._recent) == 64
