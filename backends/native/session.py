@@ -87,8 +87,9 @@ class NativeSequence(OfOneProcess):
 
     def commit(self, path: ArrayLike) -> None:
         """See Session.commit."""
-        is_path = isinstance(path, (list, range)) and _is_path(path, self._parents)
-        rows: Any = list(path) if is_path else check_path(path, self._parents).tolist()
+        given: Any = list(path) if isinstance(path, range) else path
+        is_path = isinstance(given, list) and _is_path(given, self._parents)
+        rows: Any = given if is_path else check_path(given, self._parents).tolist()
         if self._decoder.has_expert_cache and len(rows) < len(self._parents):
             self._decoder.decoder().commit_experts(self._open(), rows)
         # The list first: cut to n_past when read, it is right even if KeyboardInterrupt comes between the two.
