@@ -58,10 +58,10 @@ def drafting(model: Path, drafts: dict[str, list[str]]) -> Iterator[Callable[[st
 
     def of(name: str) -> Engine:
         if name not in engines:
-            engines[name] = edgeinfer.load(model, draft=drafts[name])
-            engines[name].tokenizer.stop_ids = frozenset()
-            assert engines[name].speculator is not None
-            engines[name].speculator.costs = FixedCosts(lambda n: 10.0 + 0.01 * n if n <= 9 else 1e4)
+            engine = engines[name] = edgeinfer.load(model, draft=drafts[name])
+            engine.tokenizer.stop_ids = frozenset()
+            assert engine.speculator is not None
+            engine.speculator.costs = FixedCosts(lambda n: 10.0 + 0.01 * n if n <= 9 else 1e4)
         return engines[name]
 
     yield of
