@@ -30,8 +30,12 @@ _FILE = FileName(exists=True, dir_okay=False)
 @click.option(
     "--prompts",
     type=_FILE,
-    required=True,
     help='JSON Lines with "prompt" or "turns" (a list of texts), and "category".',
+)
+@click.option(
+    "--chats",
+    type=FileName(exists=True, file_okay=False),
+    help="Instead of prompts: folder of saved conversations, whose answers are compared as they are.",
 )
 @click.option(
     *("--temp", "--temperature", "temperature"),
@@ -45,25 +49,28 @@ _FILE = FileName(exists=True, dir_okay=False)
 @threads_option
 @click.option("-s", "--seed", type=click.IntRange(0, 2**31), default=1, show_default=True, help="Random seed.")
 @json_option
-def evaluate(target: Path, head: Path, prompts: Path, as_json: bool, **options: Any) -> None:
+def evaluate(target: Path, head: Path, prompts: Path | None, chats: Path | None, as_json: bool, **options: Any) -> None:
     """Measure the acceptance of a draft head.
 
-    TARGET answers the prompts. At each token of the answers HEAD drafts, and its drafts are compared with what follows.
-    Printed are the acceptance rate by depth, given that the tokens before were accepted, and the tokens per step with
-    trees of 4, 8 and 16 nodes, in total and by category.
+    TARGET answers the prompts, or did so in saved conversations. At each token of the answers HEAD drafts, and its
+    drafts are compared with what follows. Printed are the acceptance rate by depth, given that the tokens before were
+    accepted, and the tokens per step with trees of 4, 8 and 16 nodes, in total and by category.
     """
     try:
         from edgeinfer.training.evaluation import Evaluated
         from edgeinfer.training.evaluation import evaluate as evaluated
     except ImportError as error:
         raise BackendUnavailable(f"evaluate needs torch: pip install 'edgeinfer[train]' ({error})") from error
-    if options["max_tokens"] >= options["context"]:
+    if (prompts is None) == (chats is None):
+        given = "neither" if chats is None else "both"
+        raise click.UsageError(f"--prompts or --chats must say which answers to compare with: found {given}")
+    if prompts is not None and options["max_tokens"] >= options["context"]:
         raise InvalidArgument(
             f"--max-tokens {options['max_tokens']} must leave room for a prompt in --ctx-size {options['context']}"
         )
     check_stdout()
     with warnings_as_notes(), ReportLines() as report:
-        found = evaluated(target, head, prompts, Evaluated(**options), report)
+        found = evaluated(target, head, prompts, chats, Evaluated(**options), report)
     show(json.dumps(found) if as_json else visible(_table(found)))
 
 

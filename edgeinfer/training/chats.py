@@ -25,11 +25,11 @@ FOLDER = "chats"  # in the working folder
 _CHATS_OF_SHARD = 16
 
 
-def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
+def read_chats(folder: Path, engine: Engine, least: int = 2) -> list[list[Message]]:
     """The conversations of a folder, each once, in an order that does not depend on the names of files.
 
-    Raises InvalidArgument, which names the file, for one that is no conversation, and for a folder with fewer than two:
-    one is held out. Raises OSError.
+    least: how many there must be, 1 or 2: to train, one is held out. Raises InvalidArgument where there are fewer, and,
+    naming the file, for one that is no conversation. Raises OSError.
     """
     found: dict[str, list[Message]] = {}
     for path in sorted(folder.rglob(f"*{_ENDING}")):
@@ -37,10 +37,11 @@ def read_chats(folder: Path, engine: Engine) -> list[list[Message]]:
         conversation.load(path)
         if any(message["role"] == "assistant" for message in conversation.messages):
             found.setdefault(_digest(conversation.messages), conversation.messages)
-    if len(found) < 2:
+    if len(found) < least:
+        wanted = "at least two conversations" if least == 2 else "a conversation"
         raise InvalidArgument(
-            f"--chats {folder} must have at least two conversations with answers, as `/save` writes them, in files "
-            f"*{_ENDING}: found {len(found) or 'none'}"
+            f"--chats {folder} must have {wanted} with answers, as `/save` writes them, in files *{_ENDING}: found "
+            f"{len(found) or 'none'}"
         )
     return [found[digest] for digest in sorted(found)]
 
@@ -79,13 +80,16 @@ def write_chats(folder: Path, engine: Engine, chats: Path, target: str, context:
     n_out = min(n_held, max(1, round(HELD_SHARE * len(found))))  # in the order of digests, which is as good as drawn
     parts: dict[Part, list[list[Message]]] = {"held": found[:n_out], "train": found[n_out:]}
     for part, conversations in parts.items():
-        corpus = Corpus(folder, part)
-        for number, first in enumerate(range(0, len(conversations), _CHATS_OF_SHARD)):
-            if not corpus.shard(number).exists():
-                group = conversations[first : first + _CHATS_OF_SHARD]
-                save_texts(
-                    corpus.shard(number), [text for each in group for text in texts_of_chat(engine, each, context)]
-                )
+        save_chats(Corpus(folder, part), engine, conversations, context)
+
+
+def save_chats(corpus: Corpus, engine: Engine, conversations: Sequence[Sequence[Message]], context: int) -> None:
+    """Write the texts of conversations as the shards of a corpus, unless they are there; see texts_of_chat."""
+    for number, first in enumerate(range(0, len(conversations), _CHATS_OF_SHARD)):
+        if not corpus.shard(number).exists():
+            group = conversations[first : first + _CHATS_OF_SHARD]
+            texts = [text for each in group for text in texts_of_chat(engine, each, context)]
+            save_texts(corpus.shard(number), texts)
 
 
 def _answer_tokens(engine: Engine, message: Message) -> list[int]:

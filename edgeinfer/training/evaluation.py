@@ -1,4 +1,4 @@
-"""Acceptance of a draft head: its drafts are compared with the target's answers to prompts."""
+"""Acceptance of a draft head: its drafts are compared with the target's answers to prompts, or in conversations."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.training.author import NativeAuthor, tree_rows
 from edgeinfer.training.batches import Batches
+from edgeinfer.training.chats import read_chats, save_chats
 from edgeinfer.training.corpus import Corpus, Mix, Report, TrainingText
 from edgeinfer.training.features import Features, NativeRecorder, rows_path, save_rows
 from edgeinfer.training.head import DraftHead, HeadSizes
@@ -30,6 +31,7 @@ from edgeinfer.training.prompts import Prompt, read_prompts
 from edgeinfer.training.quality import DEPTHS, Quality, judged
 from edgeinfer.training.replay import Replay
 
+_WITHOUT_CATEGORY = "all"
 _NO_LOSS = Weights(feature=0.0, token=0.0, decay=0.0, noise=0.0)
 
 
@@ -44,10 +46,13 @@ class Evaluated:
     n_threads: int | None = None
 
 
-def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, report: Report) -> dict[str, Any]:
+def evaluate(
+    target: Path, head: Path, prompts: Path | None, chats: Path | None, settings: Evaluated, report: Report
+) -> dict[str, Any]:
     """How often a head is right on the target's answers to prompts, in all and by category, as JSON.
 
     target: a GGUF file that the native engine runs.  head: see docs/draft-heads.md.  prompts: see read_prompts.
+    chats: without prompts, saved conversations, whose answers are compared as they are; see read_chats.
     Raises UnsupportedModel for a head of another model or form, InvalidArgument where no prompt leaves room for an
     answer, and the errors of files.
     """
@@ -61,32 +66,38 @@ def evaluate(target: Path, head: Path, prompts: Path, settings: Evaluated, repor
         )
         torch.set_num_threads(run.device.n_threads)
         work = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="edgeinfer-")))
-        by_category: dict[str, Quality] = {}
-        for number, (category, asked) in enumerate(_by_category(read_prompts(prompts)).items()):
-            corpus = judge.answers(asked, run, work / str(number), settings, report)
-            if corpus.all_texts():
-                by_category[category] = judge.quality(corpus, run, settings.context, report)
+        corpora: dict[str, Corpus] = {}
+        if chats is not None:
+            corpora[_WITHOUT_CATEGORY] = Corpus(work, "held")
+            save_chats(corpora[_WITHOUT_CATEGORY], run, read_chats(chats, run, least=1), settings.context)
+        for category, asked in _by_category([] if prompts is None else read_prompts(prompts)).items():
+            corpora[category] = judge.answers(asked, run, work / str(len(corpora)), settings, report)
+        by_category = {
+            category: judge.quality(corpus, run, settings.context, report)
+            for category, corpus in corpora.items()
+            if corpus.all_texts()
+        }
     if not by_category:
-        raise InvalidArgument(f"--ctx-size {settings.context} leaves no room for an answer to a prompt of {prompts}")
+        raise InvalidArgument(
+            f"--ctx-size {settings.context} leaves no room for an answer to a prompt of {prompts or chats}"
+        )
+    made = {"temperature": settings.temperature, "max_tokens": settings.max_tokens, "seed": settings.seed}
     qualities = list(by_category.values())
     return {
         "target": {"name": run.name, "fingerprint": judge.head.target.fingerprint},
         "head": head.name,
-        "prompts": prompts.name,
-        "temperature": settings.temperature,
-        "max_tokens": settings.max_tokens,
+        **({"prompts": prompts.name} | made if prompts is not None else {"chats": chats and chats.name}),
         "context": settings.context,
-        "seed": settings.seed,
         **sum(qualities[1:], qualities[0]).report(),
         "by_category": {category: quality.report() for category, quality in by_category.items()},
     }
 
 
 def _by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """The prompts by the part of their category before a colon, "all" for those without a category."""
+    """The prompts by the part of their category before a colon."""
     found: dict[str, list[Prompt]] = {}
     for prompt in prompts:
-        found.setdefault(prompt.category.partition(":")[0] or "all", []).append(prompt)
+        found.setdefault(prompt.category.partition(":")[0] or _WITHOUT_CATEGORY, []).append(prompt)
     return found
 
 
@@ -131,6 +142,7 @@ class _Judge:
         """Quality of the head on the answers of a corpus."""
         taps = self.head.taps
         features = Features([corpus], NativeRecorder(run.session, taps), self._n_rows, 1 << 40, taps)
+        features.prepare(report)  # answers that the target did not write here come without rows
         draft_ids = np.full(self.spec.n_vocab, -1, dtype=np.int64)
         draft_ids[self.head.draft_vocab] = np.arange(len(self.head.draft_vocab))
         objective = Objective(self._head, self._embedding, self._output, 1.0, _NO_LOSS)

@@ -19,9 +19,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dialogues import Dialogue, held
 from machine import machine
 
 import edgeinfer
@@ -70,23 +72,17 @@ line-length = 100'''
     ]
 
 
-def held(engine: edgeinfer.Engine, said: list[str], n_tokens: int) -> tuple[list[tuple[int, ...]], Counter[str]]:
-    """The model's answers of a dialogue, and what they took."""
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-    answers, took = [], Counter[str]()
-    for text in said:
-        messages.append({"role": "user", "content": text})
-        prompt = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
-        completion = engine.generate(prompt, max_tokens=n_tokens, params=edgeinfer.SamplingParams(temperature=0.0))
-        messages.append({"role": "assistant", "content": completion.text})
-        answers.append(tuple(completion.tokens))
-        of = completion.timings.speculation
-        n = len(completion.tokens) - 1
+def what_it_took(answers: Sequence[edgeinfer.Completion]) -> Counter[str]:
+    """Tokens, passes and time of the answers of a dialogue, and draft tokens by drafter."""
+    took = Counter[str]()
+    for answer in answers:
+        of = answer.timings.speculation
+        n = len(answer.tokens) - 1
         took.update({"tokens": n, "passes": of.steps if of else n})
-        took.update({"microseconds": round(1e6 * completion.timings.decode_seconds)})
+        took.update({"microseconds": round(1e6 * answer.timings.decode_seconds)})
         for name, counts in (of.by_drafter if of else {}).items():
             took.update({f"{name} drafted": counts.drafted, f"{name} accepted": counts.accepted})
-    return answers, took
+    return took
 
 
 def main() -> None:
@@ -110,7 +106,9 @@ def main() -> None:
             for name, options in contenders.items():
                 with edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, **options) as engine:
                     passes = watched(engine)
-                    texts[name], took = held(engine, messages_of(*package), arguments.tokens)
+                    said, greedy = messages_of(*package), edgeinfer.SamplingParams(temperature=0.0)
+                    answers = held(engine, Dialogue(engine, SYSTEM), said, arguments.tokens, greedy)
+                    texts[name], took = [answer.tokens for answer in answers], what_it_took(answers)
                     for n in passes:
                         took[f"passes of {n}"] += passes[n]
                     if engine.speculator is not None:

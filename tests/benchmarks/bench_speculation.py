@@ -1,21 +1,24 @@
 """Speculative decoding against plain decoding, edgeinfer's and llama.cpp's, alternating in one run; texts are compared.
 
     python tests/benchmarks/bench_speculation.py MODEL.gguf --prompts FILE [--draft DRAFT.gguf] [--peer-dir FOLDER]
-        [--peer FLAGS ...] [--tokens 128] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
-        [--repeat-penalty 1] [--default-chat] [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE]
-        [--nodes N]
+        [--peer FLAGS ...] [--tokens 128] [--turns 1] [--threads 2] [--temp 0] [--top-k 40] [--top-p 1] [--min-p 0.05]
+        [--repeat-penalty 1] [--frequency-penalty 0] [--presence-penalty 0] [--repeat-last-n 64] [--dry-multiplier 0]
+        [--dry-base 1.75] [--dry-allowed-length 2] [--dry-penalty-last-n -1] [--logit-bias ID(+/-)BIAS ...]
+        [--default-chat] [--seed 1] [--every N] [--skip N] [--only NAME,...] [--record FILE] [--nodes N]
 
-FILE: JSON Lines with "category" and "turns", the first of which is asked. For each prompt every contender generates
-that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with the
---draft file as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with
-its prompt lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that program
-with the draft model and with its n-gram drafter, or with each --peer "FLAGS" (contender "llama.cpp FLAGS"). Only if
---only names them: a single drafter ("ours suffix", "ours recycling", "ours model", "ours head"), and two for the
+FILE: JSON Lines with "category" and "turns", the first of which is asked, or with --turns as many as that: each after
+those before it and the answers of edgeinfer to them, while the context has room. For each prompt every contender
+generates that many tokens: edgeinfer without speculation ("ours plain"), with the model-free drafters ("ours"), with
+the --draft file as well ("ours with model", "ours with head"); llama-cpp-python without speculation and with its prompt
+lookup (2 and 10 tokens); and with --peer-dir, which holds llama.cpp's llama-speculative-simple, that program with the
+draft model and with its n-gram drafter, or with each --peer "FLAGS" (contender "llama.cpp FLAGS"). Only if --only names
+them: a single drafter ("ours suffix", "ours answers", "ours recycling", "ours model", "ours head"), and two for the
 comparison of texts: "ours random" with random trees, parts of which are right, and "ours malicious" with a drafter that
 breaks every rule.
 
---default-chat: sampled as `edgeinfer chat` samples this model, penalties included, and asked without a system prompt of
-our own.
+--default-chat: sampled as `edgeinfer chat` samples this model, penalties included, but for what other flags change, and
+asked without a system prompt of our own. llama.cpp gets the same parameters; llama-cpp-python, which has no DRY, no
+biases, and looks back 64 tokens, is left out where others are asked for.
 
 The order changes with every prompt. Each prompt has its own seed, made of --seed and its id. Speed is that of all
 tokens after the first, weighted by time, by category; the time in which a draft model reads the prompts is reported
@@ -43,10 +46,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from asked import add_flags, asked_prompts
+from dialogues import Dialogue
 from machine import machine
 from records import Records
+from sampled import add_sampling_flags, llama_cpp_flags, sampling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from drafting import MALICIOUS, FixedCosts, FunctionDrafter, knowing, random_tree  # noqa: E402
@@ -56,9 +62,12 @@ from edgeinfer.common.settings import DEFAULT_DRAFT_MAX  # noqa: E402
 from edgeinfer.common.types import Logits  # noqa: E402
 from edgeinfer.engine import Engine  # noqa: E402
 from edgeinfer.sampling import SamplingParams  # noqa: E402
+from edgeinfer.speculation.draft_names import MODEL_FREE  # noqa: E402
+from edgeinfer.speculation.drafters.answers import MOST_TOKENS, AnswersDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.base import Context, Drafter, ModelBasedDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.recycling import RecyclingDrafter  # noqa: E402
 from edgeinfer.speculation.drafters.suffix import SuffixDrafter  # noqa: E402
+from edgeinfer.speculation.payoff import Payoff  # noqa: E402
 from edgeinfer.speculation.pipeline import Speculator  # noqa: E402
 from edgeinfer.speculation.tree import DraftTree  # noqa: E402
 
@@ -66,7 +75,7 @@ SYSTEM = "You are a helpful assistant."
 LLAMA_CPP = {"llama.cpp plain": 0, "llama-cpp-python lookup 2": 2, "llama-cpp-python lookup 10": 10}  # tokens looked up
 PEERS = ("--spec-type ngram-simple", "--spec-type draft-simple")  # of llama-speculative-simple
 MISLED = ("ours random", "ours malicious")
-SAMPLING = {"temperature": "temp"} | {name: name for name in ("top_k", "top_p", "min_p", "repeat_penalty")}  # and flags
+N_CTX = 4096
 PAUSE_SECONDS = 0.05  # OpenMP's threads spin for some milliseconds after llama.cpp's turn
 
 
@@ -95,9 +104,9 @@ class Ours:
         self._engine = engine
         self._speculator = speculator
         self._n_tokens = arguments.tokens
-        sampled = {name: getattr(arguments, flag) for name, flag in SAMPLING.items()}
-        self._params = engine.default_params if arguments.default_chat else SamplingParams(**sampled)
+        self._params = sampling(arguments, engine.default_params)
         self.tokens: Sequence[int] = ()  # of the last answer
+        self.answer = ""  # the last one
 
     def __call__(self, prompt: list[int], seed: int) -> Run:
         engine, speculator = self._engine, self._speculator
@@ -106,7 +115,7 @@ class Ours:
             engine.session.truncate(0)  # features of a prompt come where it is read
         params = replace(self._params, seed=seed)
         completion = engine.generate(prompt, max_tokens=self._n_tokens, params=params)
-        self.tokens = completion.tokens
+        self.tokens, self.answer = completion.tokens, completion.text
         timings, of = completion.timings, completion.timings.speculation
         n = round(timings.decode_tokens_per_second * timings.decode_seconds)
         run = Run(n, timings.decode_seconds, n, prompt_seconds=timings.prompt_seconds)
@@ -148,26 +157,26 @@ class RandomDrafter(FunctionDrafter):
         self._n_seen += n_new
 
 
-def llama_cpp(arguments: argparse.Namespace, n_lookup: int) -> Contender:
+def llama_cpp(arguments: argparse.Namespace, params: SamplingParams, n_lookup: int) -> Contender:
     """llama-cpp-python, with prompt lookup of n_lookup tokens where that is not 0."""
     import llama_cpp as lib
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     model = lib.Llama(
         str(arguments.model),
-        n_ctx=4096,
+        n_ctx=N_CTX,
         n_threads=arguments.threads,
         n_threads_batch=arguments.threads,
         draft_model=LlamaPromptLookupDecoding(num_pred_tokens=n_lookup) if n_lookup else None,
         logits_all=bool(n_lookup),
         verbose=False,
     )
+    names = ("top_k", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+    sampled = {"temp": params.temperature} | {name: getattr(params, name) for name in names}
 
     def run(prompt: list[int], seed: int) -> Run:
         model.set_seed(seed)
-        tokens = model.generate(
-            prompt, temp=arguments.temp, top_k=arguments.top_k, top_p=arguments.top_p, min_p=arguments.min_p
-        )
+        tokens = model.generate(prompt, **sampled)
         next(tokens)
         started, n = time.perf_counter(), 0
         for token in tokens:
@@ -179,14 +188,18 @@ def llama_cpp(arguments: argparse.Namespace, n_lookup: int) -> Contender:
     return run
 
 
-def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine) -> Contender:
+def is_known_to_llama_cpp_python(params: SamplingParams) -> bool:
+    """Whether llama-cpp-python can sample like this."""
+    return not params.has_dry and not params.biases and (params.penalty_last_n == 64 or not params.has_penalties)
+
+
+def speculative_simple(arguments: argparse.Namespace, params: SamplingParams, flags: str, engine: Engine) -> Contender:
     """llama.cpp's own program with these flags. It takes the prompt as a text."""
     command = [str(arguments.peer_dir / "llama-speculative-simple"), "-m", str(arguments.model), *flags.split()]
     if "--spec-type draft" in flags:
         command += ["-md", str(arguments.draft)]
     command += ["-n", str(arguments.tokens), "-t", str(arguments.threads), "-tb", str(arguments.threads)]
-    command += ["--temp", str(arguments.temp), "--top-k", str(arguments.top_k), "--top-p", str(arguments.top_p)]
-    command += ["--min-p", str(arguments.min_p), "-c", "4096"]
+    command += ["-c", str(N_CTX), *llama_cpp_flags(params)]
 
     def run(prompt: list[int], seed: int) -> Run:
         asked = ["-s", str(seed), "-p", engine.detokenize(prompt)]
@@ -202,6 +215,11 @@ def speculative_simple(arguments: argparse.Namespace, flags: str, engine: Engine
         return Run(int(found[1]), float(found[2]), 0, drafted, accepted)
 
     return run
+
+
+def model_free(engine: Engine) -> list[Drafter]:
+    """The drafters that need no file, in the order of MODEL_FREE."""
+    return [SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)), AnswersDrafter(MOST_TOKENS), RecyclingDrafter()]
 
 
 def contenders(
@@ -229,16 +247,17 @@ def contenders(
     has_own = isinstance(whole.drafters[-1], ModelBasedDrafter)  # that was named, or came with the package
     if has_own:
         known[f"ours with {whole.drafters[-1].name}"] = lambda: Ours(arguments, engine, whole)
-    known["ours"] = lambda: alone(SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)), RecyclingDrafter())
-    for name, n_lookup in LLAMA_CPP.items():
-        known[name] = partial(llama_cpp, arguments, n_lookup)
+    known["ours"] = lambda: alone(*model_free(engine))
+    params = sampling(arguments, engine.default_params)
+    for name, n_lookup in LLAMA_CPP.items() if is_known_to_llama_cpp_python(params) else ():
+        known[name] = partial(llama_cpp, arguments, params, n_lookup)
     if arguments.peer_dir is not None:
         for flags in arguments.peer or PEERS:
             if draft is not None or "--spec-type draft" not in flags:
-                known[f"llama.cpp {flags}"] = partial(speculative_simple, arguments, flags, engine)
+                known[f"llama.cpp {flags}"] = partial(speculative_simple, arguments, params, flags, engine)
     names = arguments.only.split(",") if arguments.only else list(known)
-    known["ours suffix"] = lambda: alone(SuffixDrafter(SuffixDrafter.most_tokens(engine.n_ctx)))
-    known["ours recycling"] = lambda: alone(RecyclingDrafter())
+    for number, name in enumerate(MODEL_FREE):
+        known[f"ours {name}"] = lambda number=number: alone(model_free(engine)[number])
     if has_own:
         known[f"ours {whole.drafters[-1].name}"] = drafted
     rng = random.Random(1)
@@ -264,6 +283,22 @@ def differing(runs: dict[str, Run]) -> list[str]:
     return [name for name, run in runs.items() if run.text is not None and run.text != runs["ours plain"].text]
 
 
+def run_all(found: dict[str, Contender], prompt: list[int], seed: int, number: int) -> dict[str, Run]:
+    """What every contender makes of a prompt; with each number another one begins."""
+    timed = [name for name in found if name not in MISLED]
+    last = [name for name in found if name in MISLED]  # one of which needs the answer
+    first, runs = number % max(1, len(timed)), {}
+    for name in [*timed[first:], *timed[:first], *last]:
+        time.sleep(PAUSE_SECONDS)
+        runs[name] = found[name](prompt, seed)
+    return runs
+
+
+def answer_of(found: dict[str, Contender]) -> str:
+    """The last answer of edgeinfer, "" where only others are asked."""
+    return next((contender.answer for contender in found.values() if isinstance(contender, Ours)), "")
+
+
 def measure(
     engine: Engine,
     found: dict[str, Contender],
@@ -272,22 +307,20 @@ def measure(
     records: Records,
 ) -> tuple[Runs, dict[str, int]]:
     """What came of every prompt, those of earlier runs among them; and by contender the number of texts that differ."""
-    timed = [name for name in found if name not in MISLED]
-    last = [name for name in found if name in MISLED]  # one of which needs the answer
     for i, prompt in enumerate(asked):
-        if prompt["id"] not in records.rows:
-            system = [] if arguments.default_chat else [{"role": "system", "content": SYSTEM}]
-            messages = [*system, {"role": "user", "content": prompt["turns"][0]}]
-            tokens = engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True)
-            seed_of_prompt = arguments.seed + zlib.crc32(prompt["id"].encode())
-            runs = {}
-            for name in [*timed[i % len(timed) :], *timed[: i % len(timed)], *last]:
-                time.sleep(PAUSE_SECONDS)
-                runs[name] = found[name](tokens, seed_of_prompt)
-            for name in differing(runs):
-                print(f"DIFFERENT: {prompt['id']} {name}", file=sys.stderr, flush=True)
-            of_prompt = {name: asdict(run) for name, run in runs.items()}
-            records.add(prompt["id"], {"category": prompt["category"].split(":")[0], "runs": of_prompt})
+        dialogue = Dialogue(engine, None if arguments.default_chat else SYSTEM)
+        for turn, question in enumerate(prompt["turns"][: arguments.turns]):
+            key, tokens = f"{prompt['id']} turn {turn + 1}" if turn else prompt["id"], dialogue.asked(question)
+            if turn and len(tokens) + arguments.tokens > N_CTX:
+                break
+            if key not in records.rows:
+                runs = run_all(found, tokens, arguments.seed + zlib.crc32(prompt["id"].encode()) + turn, i + turn)
+                for name in differing(runs):
+                    print(f"DIFFERENT: {key} {name}", file=sys.stderr, flush=True)
+                of_prompt = {name: asdict(run) for name, run in runs.items()}
+                row = {"category": prompt["category"].split(":")[0], "runs": of_prompt}
+                records.add(key, row | {"answer": answer_of(found)})
+            dialogue.answered(records.rows[key]["answer"])
         print(f"{i + 1} of {len(asked)}", file=sys.stderr, end="\r", flush=True)
     kept: Runs = defaultdict(lambda: defaultdict(list))
     different = {name: 0 for name in found if name.startswith("ours") and name != "ours plain"}
@@ -342,12 +375,8 @@ def main() -> None:
     parser.add_argument("--peer-dir", type=Path, help="folder with llama-speculative-simple")
     parser.add_argument("--peer", action="append", metavar="FLAGS", help="of llama-speculative-simple; several times")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--temp", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=40)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float, default=0.05)
-    parser.add_argument("--repeat-penalty", type=float, default=1.0)
-    parser.add_argument("--default-chat", action="store_true", help="sample and ask as chat does for this model")
+    parser.add_argument("--turns", type=int, default=1, help="most questions of a dialogue")
+    add_sampling_flags(parser)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="names of contenders, with commas between them")
     parser.add_argument("--record", type=Path, help="keep what every prompt gave, and go on from there")
@@ -357,26 +386,31 @@ def main() -> None:
     asked = asked_prompts(arguments)
     draft = "auto" if arguments.draft is None else str(arguments.draft)
     settings = {"model": arguments.model.name, "draft": arguments.draft and arguments.draft.name}
-    settings |= {"threads": arguments.threads, "temperature": arguments.temp, "tokens": arguments.tokens}
-    settings |= {"top_k": arguments.top_k, "top_p": arguments.top_p, "min_p": arguments.min_p, "seed": arguments.seed}
-    settings |= {"repeat_penalty": arguments.repeat_penalty, "default_chat": arguments.default_chat}
-    settings |= {"nodes": arguments.nodes}
-    records = Records(arguments.record, settings | {"only": arguments.only})
+    settings |= {"threads": arguments.threads, "tokens": arguments.tokens, "turns": arguments.turns}
+    settings |= {"seed": arguments.seed, "default_chat": arguments.default_chat, "nodes": arguments.nodes}
     with ExitStack() as opened:
 
         def load() -> Engine:
             engine = opened.enter_context(
-                edgeinfer.load(arguments.model, n_ctx=4096, n_threads=arguments.threads, draft=draft)
+                edgeinfer.load(arguments.model, n_ctx=N_CTX, n_threads=arguments.threads, draft=draft)
             )
             if arguments.nodes is not None and engine.speculator is not None:
                 engine.speculator.costs = FixedCosts(lambda n: 10.0 + 1e-3 * n if n <= arguments.nodes + 1 else 1e4)
             return engine
 
+        if arguments.nodes is not None:  # nothing rests because it takes time
+            opened.enter_context(mock.patch.object(Payoff, "needs_plain_step", False))
         engine = load()
+        settings |= {"sampling": sampling(arguments, engine.default_params).to_json()}
+        records = Records(arguments.record, settings | {"only": arguments.only})
         whole = engine.speculator
         if whole is None:
             raise SystemExit("this engine drafts nothing")
         found = contenders(arguments, engine, whole, load)
+        if arguments.turns > 1 and not any(isinstance(contender, Ours) for contender in found.values()):
+            raise SystemExit(
+                "--turns must have a contender of ours, whose answers dialogues go on with: name one in --only"
+            )
         runs, different = measure(engine, found, asked, arguments, records)
         figures = table(runs, list(found))
         show(figures)

@@ -28,6 +28,7 @@ from unittest import mock
 import numpy as np
 from answer_logits import logits_from
 from asked import add_flags, asked_prompts
+from dialogues import Dialogue
 from machine import machine
 from numpy.typing import NDArray
 from records import Records
@@ -58,9 +59,7 @@ CURVES = {
 
 def record(engine: Engine, prompt: dict[str, Any], n_tokens: int, params: SamplingParams, chat: bool) -> dict[str, Any]:
     """An answer, and the most probable tokens at each of its places."""
-    system = [] if chat else [{"role": "system", "content": SYSTEM}]
-    messages = [*system, {"role": "user", "content": prompt["turns"][0]}]
-    asked = list(engine.template.encode(engine.tokenizer, messages, add_generation_prompt=True))
+    asked = Dialogue(engine, None if chat else SYSTEM).asked(prompt["turns"][0])
     answer = list(engine.generate(asked, max_tokens=n_tokens, params=params).tokens)
     rows = []
     for row in logits_from(engine.session, [*asked, *answer][:-1], len(asked) - 1) if len(answer) > 1 else ():

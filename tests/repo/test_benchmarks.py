@@ -1,5 +1,6 @@
 """Benchmarks are run by hand: what they import of the package must be there all the same."""
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -10,9 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from commands import commands
+
+from edgeinfer.sampling import SamplingParams
 
 BENCHMARKS = sorted((Path(__file__).parents[1] / "benchmarks").glob("*.py"))
 
@@ -133,6 +139,40 @@ def test_windows_are_planned() -> None:
     found = json.loads(done.stdout)
     said = json.loads((script.parents[2] / "docs" / "measurements" / "kv-windows.json").read_text())
     assert found["plans"] == said["plans"], done.stderr
+
+
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS[0].parent))
+    return importlib.import_module("sampled")
+
+
+def test_each_parameter_of_sampling_is_a_flag_of_the_same_name_as_in_the_command(sampled: ModuleType) -> None:
+    elsewhere = {"seed", "loop_guard", "dry_sequence_breakers", "logit_bias"}
+    assert {*sampled.FLAGS} == {field.name for field in fields(SamplingParams)} - elsewhere
+    known = {name for each in commands()["chat"].params for name in each.opts}
+    assert {flag for flag, _ in sampled.FLAGS.values()} <= known
+
+
+def test_flags_of_sampling_change_what_a_model_or_a_benchmark_begins_with(sampled: ModuleType) -> None:
+    def params(*words: str) -> SamplingParams:
+        parser = argparse.ArgumentParser()
+        sampled.add_sampling_flags(parser)
+        found = sampled.sampling(parser.parse_args(words), SamplingParams(temperature=0.2, repeat_penalty=1.1))
+        assert isinstance(found, SamplingParams)
+        return found
+
+    assert params() == SamplingParams(temperature=0.0, top_p=1.0)
+    assert params("--temp", "0.7", "--repeat-last-n", "-1") == SamplingParams(0.7, top_p=1.0, penalty_last_n=-1)
+    assert params("--default-chat") == SamplingParams(temperature=0.2, repeat_penalty=1.1)
+    changed = params("--default-chat", "--temp", "1.5", "--dry-base", "2", "--logit-bias", "5-inf", "-l", "7+1.5")
+    biased = SamplingParams(1.5, repeat_penalty=1.1, dry_base=2.0, logit_bias={5: False, 7: 1.5})
+    assert changed == biased
+    words = sampled.llama_cpp_flags(changed)
+    assert params(*words) == changed and words[-4:] == ["--logit-bias", "5-inf", "--logit-bias", "7+1.5"]
 
 
 # ---- Commands of the documentation -----------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from tiny_models import write_tiny_model
 if importlib.util.find_spec("torch") is None:
     missing("train", "torch is not installed: pip install 'edgeinfer[train]'")
 
+import edgeinfer
+from edgeinfer.chat import Conversation
 from edgeinfer.cli import main
 
 COMMON = "--max-tokens 40 --context 160 --threads 1 --json".split()
@@ -76,6 +78,31 @@ def test_categories_make_up_the_whole(given: Path) -> None:
     assert sampled["temperature"] == 0.9 and sampled["match_by_depth"] != odd["match_by_depth"]
 
 
+def test_saved_conversations_are_judged_as_their_answers_are(given: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    questions = [json.loads(text) for text in (given / "q.jsonl").read_text().splitlines()]
+    with edgeinfer.load(given / "m.gguf", draft="none", n_threads=1) as engine:
+        for number, question in enumerate(questions):
+            chat = Conversation(engine)
+            for turn in question["turns"]:
+                list(chat.send(turn, max_tokens=40, temperature=0.0))
+            chat.save(tmp_path / "chats" / f"{number}.jsonl")
+
+    def report(*options: object) -> dict[str, Any]:
+        result = run("evaluate", given / "m.gguf", given / "h.gguf", *options, "-c", 160, "-t", 1, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    saved = report("--chats", tmp_path / "chats")
+    asked = report("--prompts", given / "q.jsonl", "--max-tokens", 40)
+    assert saved["chats"] == "chats" and "temperature" not in saved and list(saved["by_category"]) == ["all"]
+    assert saved["held_out_texts"] > 8
+    assert saved["match_by_depth"] == pytest.approx(asked["match_by_depth"], abs=0.05)
+    for number in range(1, len(questions)):
+        (tmp_path / "chats" / f"{number}.jsonl").unlink()
+    assert report("--chats", tmp_path / "chats")["held_out_texts"] == len(questions[0]["turns"])
+
+
 def test_the_table_has_a_row_for_each_category(given: Path) -> None:
     plain = [option for option in COMMON if option != "--json"]
     result = run("evaluate", given / "m.gguf", given / "h.gguf", "--prompts", given / "q.jsonl", *plain)
@@ -95,6 +122,12 @@ def test_what_cannot_be_judged_is_refused(given: Path, tmp_path: Path) -> None:
     eagle3 = write_tiny_eagle3(tmp_path / "e.gguf", given / "m.gguf", target_layers=(1, 1, 2))
     result = refused(given / "m.gguf", eagle3)
     assert result.exit_code == 3 and "must be a head of the form 'draft-head' to be judged" in result.stderr
+    result = refused(given / "m.gguf", given / "h.gguf", "--chats", tmp_path)
+    assert result.exit_code == 2 and "which answers to compare with: found both" in result.stderr
+    result = run("evaluate", given / "m.gguf", given / "h.gguf")
+    assert result.exit_code == 2 and "which answers to compare with: found neither" in result.stderr
+    result = run("evaluate", given / "m.gguf", given / "h.gguf", "--chats", tmp_path)
+    assert result.exit_code == 2 and "must have a conversation with answers" in result.stderr
     result = refused(given / "m.gguf", given / "h.gguf", "--context", "40")
     assert result.exit_code == 2 and "--max-tokens 40 must leave room for a prompt in --ctx-size 40" in result.stderr
     result = refused(given / "m.gguf", given / "h.gguf", "--context", "32", "--max-tokens", "4")

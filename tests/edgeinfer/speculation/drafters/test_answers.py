@@ -2,6 +2,8 @@
 
 import os
 import random
+import struct
+import sys
 import tracemalloc
 import warnings
 
@@ -130,6 +132,8 @@ def test_the_memory_is_what_the_plan_counts():
     tracemalloc.stop()
     assert 0.5 * AnswersDrafter.memory(4096, 0) < held < AnswersDrafter.memory(4096, 123)
     assert drafter.held() == {"tables": AnswersDrafter.memory(4096, 123)}
+    of_request = 8 * 5000 + sum(sys.getsizeof(1000 + id) for id in range(5000))  # places of a list, and integers
+    assert of_request <= AnswersDrafter.memory(4096, 5000) - AnswersDrafter.memory(4096, 0) < 1.1 * of_request
 
 
 # ---- The file --------------------------------------------------------------------------------------------------------
@@ -150,6 +154,14 @@ def test_answers_are_there_in_the_next_process(tmp_path):
     assert drafted(again, [5, *ANSWER[:6]]).tokens == ANSWER[6:14]
     assert drafted(again, [5, *ANSWER[::-1][:6]]).tokens == ANSWER[::-1][6:14]
     assert drafted(again, PROMPT, 2).tokens[:1] in ([ANSWER[0]], [ANSWER[-1]])
+
+
+def test_each_token_is_kept_in_four_bytes_the_lowest_first(tmp_path):
+    path, answer = tmp_path / "answers.bin", [0, 258, 0, *ANSWER]
+    having_answered(kept_in(path), answer, ANSWER, prompt=[]).close()
+    data = path.read_bytes().split(b"\n", 1)[1]
+    assert struct.unpack(f"<{len(data) // 4}i", data) == (*answer, -1, *ANSWER, -1)
+    assert AnswerFile(path, "a tokenizer", 1000).read() == [answer, ANSWER]
 
 
 def test_a_long_run_does_not_lose_all_if_it_is_killed(tmp_path):
@@ -174,6 +186,7 @@ def damaged(data):
     yield "cut", data[:-3]
     yield "a token less", data[:-4]
     yield "a flipped bit", data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
+    yield "another token", data[:-8] + bytes([data[-8] ^ 1]) + data[-7:]
     yield "more", data + b"\0\0\0\0"
     yield "header only", header + b"\n"
 

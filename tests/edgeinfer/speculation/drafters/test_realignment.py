@@ -72,6 +72,31 @@ def test_two_tokens_that_agree_end_a_difference_and_the_copy_is_whole_again():
     assert not after([*SOURCE[:20], 7]).realignment.is_copying
 
 
+@pytest.mark.parametrize(
+    ("rest", "gap", "goes_on"),
+    [
+        ([50, 60, 61, 50, 62, 63], [7, 8, 9, 50], [62, 63]),  # as long as what it stands for, not three tokens longer
+        ([50, 60, 61, 50, 62, 63], [50], [60, 61]),
+        ([60, 50, 61, 50, 62, 63], [7, 8, 50], [61, 50]),  # of two that are as near, the first
+    ],
+)
+def test_of_places_that_agree_with_the_last_token_the_nearest_is_taken(rest, gap, goes_on):
+    found = Reader([*SOURCE[:20], *rest, *SOURCE[20:], *SEPARATOR, *SOURCE[:20], *gap]).guessed(2)
+    assert found[0] == goes_on
+
+
+@pytest.mark.parametrize(
+    ("rest", "gap", "goes_on"),
+    [
+        ([60, 50, 51, 61, 62, 63, 50, 51, 64, 65], [7, 50, 51], [61, 62]),
+        ([60, 50, 51, 61, 62, 63, 50, 51, 64, 65], [7, 8, 9, 10, 11, 12, 50, 51], [64, 65]),
+    ],
+)
+def test_of_places_that_agree_with_the_last_two_tokens_the_nearest_is_taken(rest, gap, goes_on):
+    reader = Reader([*SOURCE[:20], *rest, *SOURCE[20:], *SEPARATOR, *SOURCE[:20], *gap])
+    assert reader.realignment.is_copying and reader.guessed(2) == [goes_on]
+
+
 def test_a_copy_that_has_left_its_source_is_given_up():
     reader = after(SOURCE[:20])
     for token in range(10, 35):
