@@ -169,7 +169,7 @@ Tokens most_likely(const float* logits, uint32_t n, size_t k) {
             if (logits[id] >= bound) found.push_back(id);
         }
     }
-    const auto end = found.begin() + static_cast<ptrdiff_t>(k);
+    const auto end = found.begin() + static_cast<ptrdiff_t>(std::min(k, found.size()));  // fewer where some are NaN
     std::partial_sort(found.begin(), end, found.end(), [logits](uint32_t a, uint32_t b) {
         return logits[a] != logits[b] ? logits[a] > logits[b] : a < b;
     });

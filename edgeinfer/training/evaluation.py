@@ -54,7 +54,7 @@ def evaluate(
     target: a GGUF file that the native engine runs.  head: see docs/draft-heads.md.  prompts: see read_prompts.
     chats: without prompts, saved conversations, whose answers are compared as they are; see read_chats.
     Raises UnsupportedModel for a head of another model or form, InvalidArgument where no prompt leaves room for an
-    answer, and the errors of files.
+    answer or no answer of the conversations fits, and the errors of files.
     """
     with ExitStack() as opened:
         files = [opened.enter_context(ModelFile.open(path)) for path in (target, head)]
@@ -81,12 +81,15 @@ def evaluate(
         raise InvalidArgument(
             f"--ctx-size {settings.context} leaves no room for an answer to a prompt of {prompts or chats}"
         )
-    made = {"temperature": settings.temperature, "max_tokens": settings.max_tokens, "seed": settings.seed}
+    made: dict[str, Any] = {"chats": None if chats is None else chats.name}
+    if prompts is not None:
+        made = {"prompts": prompts.name, "temperature": settings.temperature, "max_tokens": settings.max_tokens}
+        made["seed"] = settings.seed
     qualities = list(by_category.values())
     return {
         "target": {"name": run.name, "fingerprint": judge.head.target.fingerprint},
         "head": head.name,
-        **({"prompts": prompts.name} | made if prompts is not None else {"chats": chats and chats.name}),
+        **made,
         "context": settings.context,
         **sum(qualities[1:], qualities[0]).report(),
         "by_category": {category: quality.report() for category, quality in by_category.items()},

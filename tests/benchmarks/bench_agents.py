@@ -14,17 +14,14 @@ costs of the last engine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dialogues import Dialogue, held
-from machine import machine
+from dialogues import Dialogue, finish, held
 
 import edgeinfer
 
@@ -150,20 +147,8 @@ def report(
                 "by_costs": round(took["tokens"] * costs[1] / cost, 3) if cost else 1.0,
                 "drafts": {key: n for key, n in took.items() if key.endswith(("drafted", "accepted"))},
             }
-    record = {
-        "benchmark": "agents",
-        "machine": machine(),
-        "model": arguments.model.name,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
-        "different": different,
-        "milliseconds_by_tokens": [round(each, 2) for each in costs],
-        "figures": figures,
-    }
-    print(json.dumps(record))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    sys.exit(1 if different else 0)
+    found = {"milliseconds_by_tokens": [round(each, 2) for each in costs], "figures": figures}
+    finish("agents", arguments.model, arguments.out, {"different": different, **found})
 
 
 if __name__ == "__main__":

@@ -23,15 +23,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from dialogues import Dialogue, Drafts, held
-from machine import machine
+from dialogues import Dialogue, Drafts, finish, held
 from records import Records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -191,21 +189,8 @@ def main() -> None:
             chats = ["--chats", work / "held", "-c", 1536, "-t", arguments.threads, "--json"]
             report = json.loads(edgeinfer_("evaluate", arguments.model, head, *chats))
             saved[name] = {key: report[key] for key in ("held_out_texts", "match_by_depth", "tokens_per_step")}
-    record = {
-        "benchmark": "chats head",
-        "machine": machine(),
-        "model": arguments.model.name,
-        "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python", *sys.argv]),
-        "training": training,
-        "different": different,
-        "evaluated": saved,
-        "figures": figures,
-    }
-    print(json.dumps(record))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    sys.exit(1 if different else 0)
+    found = {"training": training, "different": different, "evaluated": saved, "figures": figures}
+    finish("chats head", arguments.model, arguments.out, found)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,17 @@
-"""Dialogues whose questions are fixed, and whose answers a model gives; these go on as history."""
+"""Dialogues with fixed questions: a model answers, its answers go on as history, and what was found is reported."""
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from machine import machine
 
 import edgeinfer
 from edgeinfer.engine import Engine
@@ -70,3 +77,13 @@ class Drafts:
             "accepted_by_depth": [round(n / before, 3) if before else 0.0 for before, n in pairs],
             "by_drafter": self._by_drafter,
         }
+
+
+def finish(benchmark: str, model: Path, out: Path | None, found: dict[str, Any]) -> NoReturn:
+    """Say what was found as one JSON line, and in a file; ends with 1 if texts were "different"."""
+    record = {"benchmark": benchmark, "machine": machine(), "model": model.name, "date": time.strftime("%Y-%m-%d")}
+    record |= {"command": " ".join(["python", *sys.argv]), **found}
+    print(json.dumps(record))
+    if out is not None:
+        out.write_text(json.dumps(record, indent=1) + "\n")
+    sys.exit(1 if found["different"] else 0)

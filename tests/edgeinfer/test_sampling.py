@@ -483,3 +483,9 @@ def test_numbers_of_numpy_become_pythons():
 def test_an_unknown_parameter_is_answered_with_the_name_that_it_has_here(name, hint):
     with pytest.raises(TypeError, match=f"no sampling parameter '{name}'" + (f": {hint} is" if hint else "$")):
         SamplingParams().changed({name: 1.1})
+
+
+def test_the_most_likely_of_logits_with_nan_among_them_are_no_more_than_there_are():
+    logits = np.full(100, np.nan, dtype=np.float32)
+    logits[[3, 70]] = 1.0, 2.0
+    assert list(_sampler.candidates(logits, 8, 1.0, 0.0)) == [70, 3]
