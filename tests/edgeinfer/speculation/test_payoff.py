@@ -103,19 +103,20 @@ def test_what_drafters_took_for_a_prompt_counts_and_a_new_text_gets_a_sooner_tri
 
 
 def test_after_a_rest_the_next_trial_is_shorter() -> None:
-    payoff, noise = Unpatched(), noisy(1, 0.05)
+    first, second = [0.0] * 30, [0.0] * 30
+    for seed in range(30):
+        payoff, noise = Unpatched(), noisy(seed, 0.15)
 
-    def n_tried() -> float:
-        """Steps with drafts up to the next rest."""
-        n = 0.0
+        def step(payoff: Unpatched = payoff, noise: Callable[[], float] = noise) -> float:
+            return Run(payoff, 1, lambda i: 0.010 * noise(), lambda i: (1, 0.0105 * noise())).n_drafted
+
         while not payoff.is_resting:
-            n += Run(payoff, 1, lambda i: 0.010 * noise(), lambda i: (1, 0.0103 * noise())).n_drafted
-        return n
-
-    first = n_tried()
-    while payoff.is_resting:
-        Run(payoff, 1, lambda i: 0.010 * noise(), lambda i: (1, 0.0103 * noise()))
-    assert n_tried() <= 10 < first
+            first[seed] += step()
+        while payoff.is_resting:
+            step()
+        while not payoff.is_resting:
+            second[seed] += step()
+    assert sum(second) < 0.8 * sum(first) and sum(n < 20 for n in second) >= 20 > sum(n < 20 for n in first)
 
 
 def test_nothing_is_known_before_the_first_plain_step() -> None:

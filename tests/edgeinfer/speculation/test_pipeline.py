@@ -6,9 +6,11 @@ import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
 from needs_plain_step import NEEDS_PLAIN_STEP
 
-from edgeinfer.speculation import pipeline
+from edgeinfer.speculation import drafter_state, pipeline
+from edgeinfer.speculation.drafter_state import DrafterState
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.payoff import Payoff
+from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.tree import DraftTree
 
 GREEDY = {"temperature": 0.0}
@@ -132,3 +134,21 @@ def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, pla
     assert completion.tokens == tokens_of(plain, GREEDY, 200)
     assert 6 <= len(asked) < 80
     assert completion.timings.speculation.speedup < 1.0, "as it was measured"
+
+
+def test_a_drafter_that_takes_more_time_than_it_saves_is_asked_seldom_until_it_saves_again(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(drafter_state, "perf_counter", lambda: now[0])
+    state, stats = DrafterState(FunctionDrafter(lambda context, limit: DraftTree([], [], [], []))), StatsCounter()
+    state.start_request(10.0)  # ms of a pass
+    asked = []
+    for _ in range(24):
+        asked.append(state.is_active)
+        if state.is_active:
+            with state.guarded(stats):
+                now[0] += 0.050
+        state.count([0.0, 10.0, 11.0], 0, 0, 0)
+    assert asked == [step % 8 == 0 for step in range(24)]
+    for _ in range(40):
+        state.count([0.0, 10.0, 11.0], 1, 1, 1)
+    assert state.is_active and not stats.dropped
