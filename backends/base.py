@@ -159,6 +159,37 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class PooledSession(Session, Protocol):
+    """A session whose layer states are in a pool that all sessions of the model share."""
+
+    def park(self) -> None:
+        """Keep the committed sequence in the pool, as long as its memory is not needed, and become empty."""
+        ...
+
+    def has_room(self, n_slots: int) -> bool:
+        """Whether n_slots rows after the committed ones could be had now, if what is parked makes room."""
+        ...
+
+
+@runtime_checkable
+class PooledModel(Model, Protocol):
+    """A model whose sessions share one pool of memory, and what they have in common in it.
+
+    n_sequences: sessions that the pool is planned for.
+    """
+
+    n_sequences: int
+
+    def has_room(self, wants: Sequence[tuple[Session, int]]) -> bool:
+        """As PooledSession.has_room, for several sessions at once."""
+        ...
+
+    def forget_parked(self) -> None:
+        """Drop what is parked."""
+        ...
+
+
 class Backend(Protocol):
     """Loads model files for one kind of device."""
 

@@ -77,9 +77,9 @@ class Payoff:
         self._rest = max(_REST, self._rest // 2)
         self._left_to_rest = min(self._left_to_rest, self._rest)
 
-    def count_plain(self, seconds: float) -> None:
-        """A step of one token, without what drafters took."""
-        self._plain.add(1, seconds)
+    def count_plain(self, seconds: float, n_tokens: int = 1) -> None:
+        """A step without drafts: of a token for each text, without what drafters took."""
+        self._plain.add(n_tokens, seconds)
         self._since_plain = 0
 
     def count(self, n_tokens: int, seconds: float, asked: bool) -> None:

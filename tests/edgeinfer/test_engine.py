@@ -104,7 +104,7 @@ def kept(model):
 
     def load(backend, **changes):
         key = (backend, *sorted(changes.items()))
-        if key not in engines or engines[key]._closed or engines[key]._running is not None:  # left so by a failure
+        if key not in engines or engines[key]._closed or engines[key].scheduler.texts:  # left so by a failure
             engines[key] = load_endless(model, backend, **changes)
         return engines[key]
 

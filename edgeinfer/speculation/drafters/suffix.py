@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
-from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
+from edgeinfer.speculation.drafters.base import Context, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.drafters.chains import Chains
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, Realignment
@@ -21,6 +21,7 @@ from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
 LEAST_TOKENS = 256  # of a useful automaton: code and prose of 3000 tokens then have 3/4 of the gain, with 128 half
+BESIDE = 4  # the automaton of a text beside others is so many times smaller
 _BYTES_PER_LAST = 36  # per token of the last request: a place in a list, and an integer
 _NONE = -(1 << 31)  # no token
 _OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
@@ -144,7 +145,7 @@ class SuffixAutomaton:
         return len(self.end) - 1
 
 
-class SuffixDrafter(HoldingDrafter):
+class SuffixDrafter(HoldingDrafter, SharedDrafter):
     """Copies from the prompt, the output and earlier requests. max_tokens: most tokens of the automaton."""
 
     name = "suffix"
@@ -217,6 +218,10 @@ class SuffixDrafter(HoldingDrafter):
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is requested."""
+
+    @override
+    def beside(self) -> SuffixDrafter:
+        return SuffixDrafter(max(LEAST_TOKENS, self._max_tokens // BESIDE))
 
     @override
     def held(self) -> dict[str, int]:
