@@ -159,37 +159,6 @@ class Model(Protocol):
         ...
 
 
-@runtime_checkable
-class PooledSession(Session, Protocol):
-    """A session whose layer states are in a pool that all sessions of the model share."""
-
-    def park(self) -> None:
-        """Keep the committed sequence in the pool, as long as its memory is not needed, and become empty."""
-        ...
-
-    def has_room(self, n_slots: int) -> bool:
-        """Whether n_slots rows after the committed ones could be had now, if what is parked makes room."""
-        ...
-
-
-@runtime_checkable
-class PooledModel(Model, Protocol):
-    """A model whose sessions share one pool of memory, and what they have in common in it.
-
-    n_sequences: sessions that the pool is planned for.
-    """
-
-    n_sequences: int
-
-    def has_room(self, wants: Sequence[tuple[Session, int]]) -> bool:
-        """As PooledSession.has_room, for several sessions at once."""
-        ...
-
-    def forget_parked(self) -> None:
-        """Drop what is parked."""
-        ...
-
-
 class Backend(Protocol):
     """Loads model files for one kind of device."""
 
@@ -273,6 +242,47 @@ class ExpertDeviceModel(Protocol):
 
     def set_expert_device(self, device: ExpertDevice | None) -> None:
         """From the next pass on, let this compute some experts; None for the CPU alone."""
+        ...
+
+
+# ---- sessions that share memory ----------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class PooledSession(Session, Protocol):
+    """A session whose state is in the memory that all sessions of its model share.
+
+    Its `forward`, and that of the model, raise CacheFull where memory is missing. Nothing has changed then, and what
+    was pending is pending still. `reuse_prefix` finds what other sessions have committed too.
+    """
+
+    def park(self) -> None:
+        """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""
+        ...
+
+    def has_room(self, n_slots: int) -> bool:
+        """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
+
+        Slots of pending rows count among them. Changes nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class PooledModel(Protocol):
+    """A model whose sessions share memory, unless they are asked for with sizes of their own."""
+
+    n_sequences: int  # that the memory is planned for
+
+    def has_room(self, wants: Sequence[tuple[Any, int]]) -> bool:
+        """Whether several sessions can have so many slots each after their n_past at once; see PooledSession.has_room.
+
+        What this says of at most n_batch slots each is what a joint pass of so many rows then does.
+        """
+        ...
+
+    def forget_parked(self) -> None:
+        """Forget all parked sequences."""
         ...
 
 

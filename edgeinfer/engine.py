@@ -520,6 +520,9 @@ class Engine(OfOneProcess):
                 if record.repeats:
                     reason = "repetition"
                     break
+                if sequence.end is not None and sequence.n_read == sequence.n_ready:
+                    reason = sequence.end
+                    break
         except (GeneratorExit, KeyboardInterrupt):
             record.end("interrupted")
             raise

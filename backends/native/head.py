@@ -145,7 +145,7 @@ class NativeHeadSession(NativeSequence, HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
-        super().__init__(model, n_ctx, "f16")
+        super().__init__(model, n_ctx, model.pool(n_ctx, "f16"))
         self.model = model
 
     @property

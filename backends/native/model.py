@@ -15,10 +15,11 @@ from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.experts.cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
 from edgeinfer.backends.native.passes import JointPass, SequenceRows
+from edgeinfer.backends.native.sequence_pool import SharedPool, full_pool
 from edgeinfer.backends.native.session import NativeSequence, NativeSession
 from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.common.errors import EdgeInferError
+from edgeinfer.common.errors import CacheFull, EdgeInferError
 from edgeinfer.common.file_identity import FileWatch
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
@@ -153,13 +154,17 @@ class NativeDecoder(OfOneProcess):
         for file in self._files:
             file.check()
 
-    def state(self, n_ctx: int, cache_type: CacheType) -> _core.SequenceState:
-        """The state of a new sequence of this model."""
+    def pool(self, n_ctx: int, cache_type: CacheType, n_sequences: int = 1, n_positions: int = 0) -> SharedPool:
+        """A new pool for sequences of this model.  n_positions: of all together, 0 for n_ctx."""
         self.check_open()
-        return _core.SequenceState(self._config, _core.KvType[cache_type], n_ctx)
+        core = _core.SequencePool(self._config, _core.KvType[cache_type], n_ctx, n_sequences, n_positions)
+        return SharedPool(core, n_sequences)
 
     def _run(self, sequences: Sequence[NativeSequence], batch: Sequence[SequenceRows]) -> list[Output]:
         """Run rows of several sequences that were checked. Raises Interrupted, ModelFileChanged."""
+        wants = (sequence.want(len(rows.links)) for sequence, rows in zip(sequences, batch, strict=True))
+        if (full := full_pool(wants, by_batches=False)) is not None:
+            raise CacheFull(full.core.n_positions)
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for sequence in sequences:
             sequence.drop_pending()
@@ -181,6 +186,17 @@ class NativeModel(NativeDecoder, Model):
 
     tuning: Tuning | None = None  # how the weights are read, None where that was not chosen; see tuning.tune
 
+    def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
+        super().__init__(parts, spec, plan)
+        self.n_sequences = plan.n_sequences
+        self._n_positions = plan.n_positions
+        self._pool: SharedPool | None = None  # of all sessions that are as planned
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._pool = None
+
     @property
     @override
     def spec(self) -> ModelSpec:
@@ -189,9 +205,31 @@ class NativeModel(NativeDecoder, Model):
 
     @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
+        """See Model.session. Sessions as planned share the memory of one pool; another one has its own."""
+        self.check_open()
+        if n_ctx is None and cache_type is None:
+            return NativeSession(self, self.n_ctx, self._shared())
         cache_type = self._cache_type if cache_type is None else cache_type
         check_cache(cache_type, self.spec)
-        return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
+        n_ctx = check_session_size(n_ctx, self.n_ctx)
+        return NativeSession(self, n_ctx, self.pool(n_ctx, cache_type))
+
+    def _shared(self) -> SharedPool:
+        """The pool of all sessions that are as planned."""
+        if self._pool is None:
+            self._pool = self.pool(self.n_ctx, self._cache_type, self.n_sequences, self._n_positions)
+        return self._pool
+
+    def has_room(self, wants: Sequence[tuple[NativeSession, int]]) -> bool:
+        """See PooledModel.has_room."""
+        if any(session.n_past + n_slots > session.n_ctx for session, n_slots in wants):
+            return False
+        return full_pool((session.want(n_slots) for session, n_slots in wants), by_batches=True) is None
+
+    def forget_parked(self) -> None:
+        """See PooledModel.forget_parked."""
+        if self._pool is not None:
+            self._pool.forget_parked()
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
@@ -261,7 +299,8 @@ class NativeModel(NativeDecoder, Model):
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a sequence of its own for passes of up to n_tokens."""
-        return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
+        state = _core.SequenceState(self._config, _core.KvType[self._cache_type], n_tokens)
+        return TunedDecoder(self.decoder(), state)
 
 
 class TunedDecoder(Tunable):

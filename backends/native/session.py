@@ -1,4 +1,4 @@
-"""The state of one sequence: layer states, pending rows, and parked sequences that it may return to."""
+"""The state of one sequence: layer states and pending rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import SequenceRows, interrupted
-from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.backends.native.sequence_pool import WORTH_KEEPING, SharedPool, full_pool
+from edgeinfer.common.errors import CacheFull, EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
-from edgeinfer.common.settings import CacheType
 from edgeinfer.common.types import LogitsRows, MemoryUse, Output
 from edgeinfer.models import ModelSpec
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
 _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
-WORTH_KEEPING = 32  # tokens: a sequence that loses fewer to the next one is not parked
 
 
 class _ReusedRows:
@@ -68,11 +67,12 @@ class _ReusedRows:
 class NativeSequence(OfOneProcess):
     """The common part of sessions of models and of draft heads."""
 
-    def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
+    def __init__(self, decoder: NativeDecoder, n_ctx: int, pool: SharedPool) -> None:
         self.n_ctx = n_ctx
         self.n_batch: int = decoder.n_batch
         self._decoder = decoder
-        self._state: _core.SequenceState | None = decoder.state(n_ctx, cache_type)
+        self._pool = pool
+        self._state: _core.SequenceState | None = pool.state(self)
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._sequence: list[int] = []  # committed
@@ -117,9 +117,29 @@ class NativeSequence(OfOneProcess):
         self._rows.take(min(n, _ROWS)).fill(0.0)
 
     def memory(self) -> MemoryUse:
-        """Bytes that the model and this sequence hold now."""
-        use = self._decoder.memory()
-        return replace(use, kv_cache=self._open().used_bytes, windows=self._open().window_bytes)
+        """Bytes that the model and the pool of this sequence hold now."""
+        self._open()
+        use, pool = self._decoder.memory(), self._pool.core
+        return replace(use, kv_cache=pool.used_bytes, windows=pool.window_bytes)
+
+    @property
+    def held(self) -> tuple[_core.SequenceState, list[int]] | None:
+        """The state, and the tokens that are committed; None once this session is closed."""
+        if self._state is None:
+            return None
+        del self._sequence[self._state.n_past :]
+        return self._state, self._sequence
+
+    def has_room(self, n_slots: int) -> bool:
+        """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
+
+        Slots of pending rows count among them. Changes nothing.
+        """
+        return self.n_past + n_slots <= self.n_ctx and full_pool([self.want(n_slots)], by_batches=True) is None
+
+    def want(self, n_slots: int) -> tuple[SharedPool, _core.SequenceState, int]:
+        """So many slots after n_past, as full_pool takes them."""
+        return self._pool, self._open(), n_slots
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any sequence of the model."""
@@ -127,6 +147,8 @@ class NativeSequence(OfOneProcess):
 
     def close(self) -> None:
         """Give the memory of this sequence back. Further calls raise. The model stays."""
+        if self._state is not None:
+            self._state.close()
         self._state = None
         self._row.drop()
         self._rows.drop()
@@ -184,11 +206,15 @@ class NativeSequence(OfOneProcess):
         state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
         before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
         pass_hook = self._decoder.pass_hook
-        if pass_hook is None:
-            whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
-        else:
-            arguments = (state, few, parents, pending, out, taps, tapped, features)
-            whole = pass_hook(few, lambda: decoder.forward_lists(*arguments))
+        try:
+            if pass_hook is None:
+                whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
+            else:
+                arguments = (state, few, parents, pending, out, taps, tapped, features)
+                whole = pass_hook(few, lambda: decoder.forward_lists(*arguments))
+        except CacheFull:
+            self._parents = kept
+            raise
         if whole is None:
             self._parents = kept
             return None
@@ -219,10 +245,9 @@ class NativeSequence(OfOneProcess):
 class NativeSession(NativeSequence, Session):
     """See edgeinfer.backends.base.BranchingSession."""
 
-    def __init__(self, model: NativeModel, n_ctx: int, cache_type: CacheType) -> None:
-        super().__init__(model, n_ctx, cache_type)
+    def __init__(self, model: NativeModel, n_ctx: int, pool: SharedPool) -> None:
+        super().__init__(model, n_ctx, pool)
         self.model = model
-        self._parked: dict[int, list[int]] = {}  # sequences that the state has parked, by its number
 
     @property
     @override
@@ -253,40 +278,31 @@ class NativeSession(NativeSequence, Session):
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Finds the last sequences too, as long as their memory was not needed for another.
+        """See Session.reuse_prefix. Finds parked sequences and other sessions of the pool too.
 
-        They share what they have in common, and take nothing beyond the planned cache.
+        Sequences share what they have in common, and nothing beyond the planned cache is taken.
         """
         state = self._open()
         ids = np.asarray(tokens).tolist()
         self._parents = []
         del self._sequence[state.n_past :]
-        self._parked = {number: self._parked[number] for number in state.parked() if number in self._parked}
         n_common = common_length(self._sequence, ids)
         if len(self._sequence) - n_common >= WORTH_KEEPING:
-            self._park()
-        lengths = {
-            number: state.reach_parked(number, common_length(sequence, ids))
-            for number, sequence in self._parked.items()
-        }
-        best = max(lengths, key=lengths.__getitem__, default=-1)
-        if lengths.get(best, 0) <= state.reach(n_common):
+            self._pool.park(state, self._sequence)
+        n_shared = self._pool.share_prefix(self, ids, state.reach(n_common))
+        if not n_shared:
             return self.truncate(n_common)
-        state.truncate(0)
-        self._sequence = ids[: lengths[best]]
-        return state.resume(best, lengths[best])
+        self._sequence = ids[:n_shared]
+        return n_shared
 
-    def _park(self) -> None:
-        """Park the committed sequence, unless a parked one can be cut to it; forget those that it can be cut to."""
-        state, n_past = self._open(), len(self._sequence)
-        lengths = {number: common_length(sequence, self._sequence) for number, sequence in self._parked.items()}
-        if any(n == n_past and state.reach_parked(number, n) == n for number, n in lengths.items()):
-            return
-        for number, length in lengths.items():
-            if length == len(self._parked[number]) and state.reach(length) == length:
-                state.forget(number)
-                del self._parked[number]
-        self._parked[state.park()] = list(self._sequence)
+    def park(self) -> None:
+        """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""
+        state = self._open()
+        self._parents = []
+        del self._sequence[state.n_past :]
+        if len(self._sequence) >= WORTH_KEEPING:
+            self._pool.park(state, self._sequence)
+        self.truncate(0)
 
 
 def _is_float32(values: object) -> bool:

@@ -18,7 +18,7 @@ from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.common.arguments import check_file_name
 from edgeinfer.common.errors import EdgeInferError, InvalidArgument
-from edgeinfer.common.settings import CacheType, TernaryBits, options_of, variable_of
+from edgeinfer.common.settings import MAX_PARALLEL, CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
 from edgeinfer.speculation.draft_names import MODEL_FREE
@@ -236,6 +236,8 @@ _PLAN_OPTIONS = (  # of `profile` too
         "-ctv", "--cache-type-v", type=click.Choice(_CACHE_TYPES), help="As --cache-type, with the same -ctk."
     ),
     load_option("n_batch", type=click.IntRange(1)),
+    load_option("parallel", type=click.IntRange(1, MAX_PARALLEL)),
+    load_option("cache_ram"),
 )
 _MODEL_OPTIONS = (
     variable_option(

@@ -338,6 +338,7 @@ class Scheduler:
             sequence.logits = out.logits.reshape(-1)
         else:
             self._draw(sequence, out)
+            sequence.has_stats = speculator is not None
             if not sequence.has_ended:
                 self._begin_drafts(sequence, out)
 
@@ -384,7 +385,6 @@ class Scheduler:
             stats=sequence.stats,
             place=sequence.place,
         )
-        sequence.has_stats = True
         speculator.begin(text, None if out is None else out.logits.reshape(-1))
         sequence.drafted = text
 

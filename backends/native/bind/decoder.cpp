@@ -47,11 +47,19 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
     throw nb::python_error();
 }
 
-// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, ExpertReadError,
-// ModelFileError and BackendLost.
+// Raises CacheFull of edgeinfer.common.errors.
+[[noreturn]] void raise_full(int n_positions) {
+    const nb::object error = nb::module_::import_("edgeinfer.common.errors").attr("CacheFull");
+    PyErr_SetObject(error.ptr(), nb::int_(n_positions).ptr());
+    throw nb::python_error();
+}
+
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, CacheFull,
+// ExpertReadError, ModelFileError and BackendLost.
 template <class Run>
 bool interruptible(const Run& run) {
     bool raised = false, whole = false;
+    int full = -1;
     std::string unreadable;
     const char* kind = nullptr;
     const auto poll = [&raised] {
@@ -63,6 +71,8 @@ bool interruptible(const Run& run) {
         ReleasedGil release;
         try {
             whole = run(poll);
+        } catch (const CacheFull& error) {
+            full = error.n_positions;
         } catch (const ExpertsUnreadable& error) {
             kind = "ExpertReadError", unreadable = error.what();
         } catch (const RowUnreadable& error) {
@@ -72,6 +82,7 @@ bool interruptible(const Run& run) {
         }
     }
     if (raised) throw nb::python_error();
+    if (full >= 0) raise_full(full);
     if (kind) raise_unreadable(kind, unreadable);
     return whole;
 }

@@ -124,7 +124,7 @@ def test_an_interrupt_is_heard_by_a_text_that_waits_for_the_model(model: NativeM
         except Interrupted:
             ended.append("interrupted")
 
-    sessions = [model.session(), model.session()]
+    sessions = [model.session(N_CTX), model.session(N_CTX)]
     threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
     for thread in threads:
         thread.start()
