@@ -68,7 +68,7 @@ class Scheduler:
         self._condition = threading.Condition(threading.RLock())
         self._leader: int | None = None  # the thread that makes passes
         self._n_asked = 0
-        self._n_aside = 0  # of those that run no longer because others needed the memory, so far
+        self.n_put_aside = 0  # of those that run no longer because others needed the memory, so far
         self._waiting: list[Sequence] = []  # for a place
         self._running: list[Sequence] = []  # with a place, the oldest first
         self._wanted_alone = 0  # threads that wait for a turn of their own
@@ -473,7 +473,7 @@ class Scheduler:
             self._places.park(sequence)
             sequence.since = time.monotonic()
             self._waiting.insert(0, sequence)
-            self._n_aside += 1
+            self.n_put_aside += 1
 
     def _release(self, sequence: Sequence) -> None:
         """A text has ended: give back its place."""
