@@ -81,7 +81,7 @@ def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
     Each further text may end within a segment of its own.
     """
     config = decoder_config(spec, settings.n_ctx, settings.n_batch)
-    n_needed = settings.n_ctx + SEGMENT * (settings.parallel - 1)
+    n_needed = settings.n_ctx + SEGMENT * (settings.n_texts - 1)
     n_positions = n_needed + _further_positions(config, settings, n_needed)
     n_bytes = _bytes_of(config, settings, n_positions)
     return CacheSizes(n_positions, n_bytes, _window_bytes(spec, settings, n_positions))
@@ -100,7 +100,7 @@ def _further_positions(config: _core.DecoderConfig, settings: LoadSettings, n_ne
 
 
 def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: int) -> int:
-    return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx, settings.parallel, n_positions)
+    return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx, settings.n_texts, n_positions)
 
 
 def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:

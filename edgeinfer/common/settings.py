@@ -24,7 +24,7 @@ TernaryBits: TypeAlias = Literal["2", "1.6"]
 Check: TypeAlias = Callable[[str, object], object]  # of a name and a value; gives the value to keep
 _Class = TypeVar("_Class", bound=type)
 _KEY, _WIDTH = "option", 120
-MAX_PARALLEL = 64
+MAX_PARALLEL, DEFAULT_PARALLEL = 64, 4
 DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cost of more is measured
 
 
@@ -93,7 +93,7 @@ class PlanKeywords(TypedDict, total=False):
 
     n_batch: int
     cache_type: CacheType
-    parallel: int
+    parallel: int | None
     cache_ram: str | int | None
 
 
@@ -120,15 +120,15 @@ class PlanOptions:
         '"k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has '
         "measured.",
     )
-    parallel: int = option(
-        1,
+    parallel: int | None = option(
+        None,
         "-np",
         "--parallel",
-        check=integer(1, MAX_PARALLEL),
+        check=or_none(integer(1, MAX_PARALLEL)),
         metavar="N",
-        help="Most texts that run at once.",
+        help=f"Most texts that run at once.  [default: {DEFAULT_PARALLEL}]",
         text="most texts that run at once, 1 to 64, which share the positions of the context. Only the native backend "
-        "has more than one.",
+        f"runs more than one. None is {DEFAULT_PARALLEL} where the budget has room for them.",
     )
     cache_ram: str | int | None = option(
         None,
@@ -159,6 +159,11 @@ class LoadSettings(PlanOptions):
         """Those that options ask for.  others: further fields, and what is not as in the options."""
         given = {each.name: getattr(options, each.name) for each in fields(PlanOptions)}
         return cls(n_ctx, **given | others)
+
+    @property
+    def n_texts(self) -> int:
+        """Most texts that run at once."""
+        return self.parallel or 1
 
     @property
     def cache_ram_bytes(self) -> int:

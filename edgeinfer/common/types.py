@@ -88,7 +88,7 @@ class MemoryPlan:
     @property
     def n_sequences(self) -> int:
         """Most texts that run at once."""
-        return self.settings.parallel
+        return self.settings.n_texts
 
     @property
     def n_positions(self) -> int:

@@ -18,7 +18,7 @@ from edgeinfer.common.errors import (
     UnsupportedModel,
     warn,
 )
-from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.settings import DEFAULT_PARALLEL, LoadSettings
 from edgeinfer.common.types import Device, ExpertSizes, MemoryPlan
 from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
@@ -150,10 +150,10 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
 
 
 def _sharing(backend: Backend, options: LoadOptions) -> dict[str, object]:
-    """What a backend whose model has one session cannot do as it is asked for, with a warning."""
-    if backend.name == "native" or (options.parallel == 1 and not options.cache_ram):
-        return {}
-    if options.parallel > 1:
+    """How many texts a backend runs at once; with a warning where its model has one session, and more are asked for."""
+    if backend.name == "native":
+        return {"parallel": options.parallel or DEFAULT_PARALLEL}
+    if options.parallel is not None and options.parallel > 1:
         warn(f"texts run one after the other: the {backend.name} backend has one session, not {options.parallel}")
     return {"parallel": 1, "cache_ram": None}
 

@@ -25,6 +25,7 @@ from edgeinfer.memory.fit import (
     ReducibleSetting,
     S,
     SteppedSetting,
+    fewer_texts,
     fit,
     least_settings,
     smaller_batches,
@@ -213,6 +214,8 @@ class _Load:
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
         steps = tuple(_steps(self._target, self._choice, self._requested, settings))
+        if self._options.parallel is not None and settings.n_texts < self._options.parallel:
+            steps = (f"{settings.n_texts} texts at once rather than {self._options.parallel}", *steps)
         dropped = {} if self._choice is None else self._choice.dropped
         return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._requested, settings, steps, dropped)
 
@@ -220,7 +223,7 @@ class _Load:
     def _reducible(self) -> Sequence[ReducibleSetting]:
         """The settings that can be reduced, the least useful first."""
         target, choice = self._target, self._choice
-        reducible: list[ReducibleSetting] = []
+        reducible: list[ReducibleSetting] = [fewer_texts(target.requested.n_texts)]
         if choice is not None:
             reducible += [
                 SteppedSetting("tables", choice.table_steps(target.requested.n_ctx)),

@@ -89,9 +89,7 @@ def in_threads(n: int, work: Callable[[int], _Result], seconds: float = 120.0) -
 
 def served(engine: Engine, requests: Sequence[RandomRequest], n_threads: int) -> list[object]:
     """What the requests give, of which each thread makes every n_threads-th."""
-    of_thread = in_threads(
-        n_threads, lambda number: [request.run(engine) for request in requests[number::n_threads]]
-    )
+    of_thread = in_threads(n_threads, lambda number: [request.run(engine) for request in requests[number::n_threads]])
     found: list[object] = [None] * len(requests)
     for number, results in enumerate(of_thread):
         found[number::n_threads] = results

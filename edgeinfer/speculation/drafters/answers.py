@@ -121,9 +121,9 @@ class AnswersDrafter(HoldingDrafter, SharedDrafter):
             self._index.add(answer)
 
     @staticmethod
-    def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes that it takes: of the answers, and of the last request."""
-        return _BYTES_PER_TOKEN * max_tokens + _BYTES_PER_LAST * n_ctx
+    def memory(max_tokens: int, n_ctx: int, n_texts: int = 1) -> int:
+        """Most bytes that it takes: of the answers, and of the last requests of so many texts at once."""
+        return _BYTES_PER_TOKEN * max_tokens + n_texts * _BYTES_PER_LAST * n_ctx
 
     def start(self, context: Context) -> None:
         """Keep the answers of requests that are over."""

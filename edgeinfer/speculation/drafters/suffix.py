@@ -21,7 +21,7 @@ from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
 LEAST_TOKENS = 256  # of a useful automaton: code and prose of 3000 tokens then have 3/4 of the gain, with 128 half
-BESIDE = 4  # the automaton of a text beside others is so many times smaller
+_BESIDE = 4  # the automaton of a text beside others is so many times smaller
 _BYTES_PER_LAST = 36  # per token of the last request: a place in a list, and an integer
 _NONE = -(1 << 31)  # no token
 _OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
@@ -163,9 +163,13 @@ class SuffixDrafter(HoldingDrafter, SharedDrafter):
         return max(min(4 * n_ctx, 32768), 2 * n_ctx)
 
     @staticmethod
-    def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes of the automaton, of what was learnt of changed copies, and of the last request."""
-        return BYTES_PER_TOKEN * max_tokens + REALIGNMENT_BYTES + _BYTES_PER_LAST * n_ctx
+    def memory(max_tokens: int, n_ctx: int, n_texts: int = 1) -> int:
+        """Most bytes of the automaton, of what was learnt of changed copies, and of the last request.
+
+        n_texts: that run at once, each of which has those of its own.
+        """
+        n_tokens = max_tokens + (n_texts - 1) * _beside(max_tokens)
+        return BYTES_PER_TOKEN * n_tokens + n_texts * (REALIGNMENT_BYTES + _BYTES_PER_LAST * n_ctx)
 
     def start(self, context: Context) -> None:
         """Add the new part of the prompt."""
@@ -221,7 +225,7 @@ class SuffixDrafter(HoldingDrafter, SharedDrafter):
 
     @override
     def beside(self) -> SuffixDrafter:
-        return SuffixDrafter(max(LEAST_TOKENS, self._max_tokens // BESIDE))
+        return SuffixDrafter(_beside(self._max_tokens))
 
     @override
     def held(self) -> dict[str, int]:
@@ -260,6 +264,11 @@ class SuffixDrafter(HoldingDrafter, SharedDrafter):
         seen, followers = self._automaton.seen, self._automaton.followers(self._automaton.match)
         others = {token: seen[state] for token, state in followers if token >= 0 and token not in drafted}
         return max(others, key=others.__getitem__, default=None)
+
+
+def _beside(max_tokens: int) -> int:
+    """Tokens of the automaton of a text beside others."""
+    return max(LEAST_TOKENS, max_tokens // _BESIDE)
 
 
 def _first_or_later(bucket: int) -> tuple[float, float]:
