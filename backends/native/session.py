@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,9 +21,10 @@ from edgeinfer.backends.checks import (
     common_length,
 )
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.passes import SequenceRows, interrupted
+from edgeinfer.backends.native.passes import Listed, SequenceRows
+from edgeinfer.backends.native.reused_rows import ReusedRows
 from edgeinfer.backends.native.sequence_pool import WORTH_KEEPING, SharedPool, full_pool
-from edgeinfer.common.errors import CacheFull, EdgeInferError, InvalidArgument, ShapeError
+from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import LogitsRows, MemoryUse, Output
@@ -35,33 +34,6 @@ if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
 _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
-
-
-class _ReusedRows:
-    """Memory for up to n_rows rows of logits, which are those of the next pass once nobody has any of them any more.
-
-    A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much, and a step of a
-    small model would spend a twentieth on page faults; so it is memory of its own, of which only what passes write to
-    is there.
-    """
-
-    def __init__(self, n_rows: int, n_logits: int) -> None:
-        self._n_rows = n_rows
-        self._n_logits = n_logits
-        self._memory: mmap.mmap | None = None
-        self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of the last rows were views
-
-    def take(self, n: int) -> NDArray[np.float32]:
-        """(n, n_logits) for the next pass, n <= n_rows. Memory that somebody still has logits in is left to them."""
-        if self._memory is None or (self._array is not None and self._array() is not None):
-            self._memory = mmap.mmap(-1, self._n_rows * self._n_logits * 4, access=mmap.ACCESS_COPY)
-        array = np.frombuffer(self._memory, dtype=np.float32)
-        self._array = weakref.ref(array)  # views keep it alive, whatever they were made of
-        return array[: n * self._n_logits].reshape(n, self._n_logits)
-
-    def drop(self) -> None:
-        """Give the memory back once nobody has logits in it."""
-        self._memory = self._array = None
 
 
 class NativeSequence(OfOneProcess):
@@ -77,7 +49,7 @@ class NativeSequence(OfOneProcess):
         self._tokens: list[int] = []
         self._sequence: list[int] = []  # committed
         n_logits = decoder.decoder_spec.n_logits
-        self._row, self._rows = _ReusedRows(1, n_logits), _ReusedRows(_ROWS, n_logits)  # for logits
+        self._row, self._rows = ReusedRows(1, n_logits), ReusedRows(_ROWS, n_logits)  # for logits
         self._keeps_rows = False
 
     @property
@@ -169,14 +141,56 @@ class NativeSequence(OfOneProcess):
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
         return SequenceRows(state, ids, links, is_chain, n_pending, requested, taps, given)
 
-    def drop_pending(self) -> None:
-        """Drop all pending rows: a pass begins that may fail."""
-        self._parents = []
-
     def set_pending(self, rows: SequenceRows) -> None:
         """A pass has ended: its rows are pending, after those that they came after."""
         self._tokens = self._tokens[: rows.n_pending] + rows.tokens.tolist()
         self._parents = rows.links.tolist()
+
+    def listed(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: tuple[int, ...],
+        features: Any = None,
+    ) -> Listed | None:
+        """What is usual, as C++ checks it in little time; None for what is not, and for what is wrong.
+
+        A step of a small model takes some milliseconds, a pass of a head a tenth of one. The checks in Python, whose
+        code the weights have driven out of the caches, would add a twentieth, and a quarter.
+        """
+        few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
+        if type(few) is not list or type(logits) is not str or type(n_pending) is not int:
+            return None
+        if not 0 <= n_pending <= len(self._parents) or logits not in ("last", "all") or len(few) > self.n_batch:
+            return None
+        if features is not None and not _is_float32(features):
+            return None
+        n_embd = self._decoder.decoder_spec.n_embd
+        tapped = np.empty((len(taps), len(few), n_embd), dtype=np.float32) if taps else None
+        return self._open(), few, parents, self._parents[:n_pending], logits == "all", taps, tapped, features
+
+    def lists_of(self, rows: Rows) -> Listed | None:
+        """See `listed`."""
+        raise NotImplementedError
+
+    def begin(self) -> list[int]:
+        """Drop all pending rows: a pass begins that may fail. Gives what `go_back` takes where it did not begin."""
+        kept, self._parents = self._parents, []
+        return kept
+
+    def go_back(self, kept: list[int]) -> None:
+        """What was pending is so still."""
+        self._parents = kept
+
+    def end(self, lists: Listed) -> None:
+        """A pass has ended: its rows are pending, after those that they came after."""
+        _, few, parents, pending, *_ = lists
+        n_pending = len(pending)
+        links: Any = range(n_pending - 1, n_pending + len(few) - 1) if parents is None else parents
+        self._tokens = self._tokens[:n_pending] + few
+        self._parents = [*pending, *links]
 
     def _forward_few(
         self,
@@ -187,44 +201,12 @@ class NativeSequence(OfOneProcess):
         taps: tuple[int, ...],
         features: Any = None,
     ) -> Output | None:
-        """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
-
-        A step of a small model takes some milliseconds, a pass of a head a tenth of one. The checks in Python, whose
-        code the weights have driven out of the caches, would add a twentieth, and a quarter.
-        """
-        few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
-        if type(few) is not list or type(logits) is not str or type(n_pending) is not int:
+        """The output of a pass of these rows alone; None where they are not as `listed` has them."""
+        if (lists := self.listed(tokens, parents, n_pending, logits, taps, features)) is None:
             return None
-        if not 0 <= n_pending <= len(self._parents) or logits not in ("last", "all"):
-            return None
-        if features is not None and not _is_float32(features):
-            return None
-        n, pending = len(few), self._parents[:n_pending]
-        spec = self._decoder.decoder_spec
+        n = len(lists[1])
         out = self._logits_of(n, n if logits == "all" else 1)
-        tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
-        state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
-        before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
-        pass_hook = self._decoder.pass_hook
-        try:
-            if pass_hook is None:
-                whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
-            else:
-                arguments = (state, few, parents, pending, out, taps, tapped, features)
-                whole = pass_hook(few, lambda: decoder.forward_lists(*arguments))
-        except CacheFull:
-            self._parents = kept
-            raise
-        if whole is None:
-            self._parents = kept
-            return None
-        if not whole:
-            raise interrupted()
-        self._decoder.check_files()
-        self._tokens = before + few
-        links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
-        self._parents = [*pending, *links]
-        return Output(out, tapped)
+        return Output(out, lists[6]) if self._decoder.run_lists([self], [lists], out) else None
 
     def _logits_of(self, n: int, n_rows: int) -> NDArray[np.float32]:
         """Memory for n_rows rows of logits of a pass of n tokens: that of an earlier pass, where it is free.
@@ -265,7 +247,7 @@ class NativeSession(NativeSequence, Session):
         hidden: bool | Sequence[int] = False,
     ) -> Output:
         """See BranchingSession.forward. A chain may have any length, where the model has no windows."""
-        taps = check_taps(hidden, self.spec.n_layers)
+        taps = self._taps_of(hidden)
         if (out := self._forward_few(tokens, parents, n_pending, logits, taps)) is not None:
             return out
         return self.model.forward([Rows(self, tokens, parents, logits, hidden, n_pending)])[0]
@@ -274,7 +256,17 @@ class NativeSession(NativeSequence, Session):
         """Rows of this sequence, checked. Raises ShapeError, ContextOverflow, InvalidArgument."""
         if rows.features is not None:
             raise InvalidArgument("only rows of draft heads have features")
-        return self._checked(rows, check_taps(rows.hidden, self.spec.n_layers), None)
+        return self._checked(rows, self._taps_of(rows.hidden), None)
+
+    @override
+    def lists_of(self, rows: Rows) -> Listed | None:
+        if rows.features is not None:
+            return None
+        return self.listed(rows.tokens, rows.parents, rows.n_pending, rows.logits, self._taps_of(rows.hidden))
+
+    def _taps_of(self, hidden: bool | Sequence[int]) -> tuple[int, ...]:
+        """See check_taps."""
+        return () if hidden is False else check_taps(hidden, self.spec.n_layers)
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
