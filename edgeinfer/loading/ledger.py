@@ -23,7 +23,7 @@ _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its sta
 _FLOAT = 4
 # Of a request: the words of its text, pieces of the answer, code that runs for the first time; and each token as a
 # number that several lists have.
-_REQUEST_BYTES, _TEXT_BYTES, _TOKEN_BYTES = 2 << 20, 256 << 10, 128  # _TEXT_BYTES: of one more text that runs
+_REQUEST_BYTES, _TEXT_BYTES, _TOKEN_BYTES = 2 << 20, 128 << 10, 128  # _TEXT_BYTES: of one more text that runs
 # Rows of logits: of the prompt, of a pass and of the one before, and where logits are changed two copies. A draw from
 # all of a flat distribution takes 12 bytes a token beside them (see sampler.cpp), three rows more. Two are for gaps
 # that the allocator has between those that come and go.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from edgeinfer.backends.base import Model, PooledModel, PooledSession, Session
 from edgeinfer.backends.checks import common_length
+from edgeinfer.common.errors import EdgeInferError
 from edgeinfer.scheduling.sequence import Sequence
 
 
@@ -58,8 +60,9 @@ class Places:
         """The text runs no more. What it has in the cache stays as long as nobody needs the memory."""
         for place in self._places:
             if place.sequence is sequence:
-                place.sequence = None
-                place.held = sequence.tokens[: place.session.n_past]
+                place.sequence, place.held = None, []
+                with suppress(EdgeInferError):  # of a backend that is lost, which says so to who asks next
+                    place.held = sequence.tokens[: place.session.n_past]
         sequence.session = None
 
     def park(self, sequence: Sequence) -> None:
