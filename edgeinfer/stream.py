@@ -114,6 +114,9 @@ class Stream(OfOneProcess, Iterator[Piece]):
         sequence = self._record.sequence
         return None if sequence is None else sequence.error
 
+    def __del__(self) -> None:
+        self.cancel()  # of one that was started and never read
+
     def __enter__(self) -> Stream:
         return self
 

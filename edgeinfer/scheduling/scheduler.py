@@ -235,8 +235,8 @@ class Scheduler:
             outputs = self._forward(chosen)
             seconds = time.perf_counter() - started
             self._accept(chosen, outputs)
-        except Interrupted as error:
-            self._was_interrupted(running, error)
+        except Interrupted:
+            self._was_interrupted(running)
         except CacheFull as error:
             self._put_aside_newest(running, error)
         except BaseException as error:
@@ -263,6 +263,9 @@ class Scheduler:
                 taps = self._taps_of(sequence)
                 chosen.reading.append((sequence, sequence.reading_rows(n, taps)))
         self._make_room(chosen)
+        for sequence in chosen.decoding:
+            if sequence.drafted is None:  # it was put aside, and goes on
+                self._begin_drafts(sequence, None)
         drafting = [each.drafted for each in chosen.decoding if each.drafted is not None]
         chosen.plain = [each for each in chosen.decoding if each.drafted is None]
         if drafting:
@@ -326,15 +329,15 @@ class Scheduler:
         session = _open(sequence)
         first, n = session.n_past, _n_of(rows)
         session.commit(range(n))
-        speculator = self.speculator
+        speculator = sequence.speculator
         if sequence.place == 0 and speculator is not None and out.features is not None:
             speculator.observe_features(sequence.tokens, first, out.features, sequence.stats)
         sequence.tell_progress()
         if session.n_past < len(sequence.tokens) - (not sequence.needs_logits):
             return
-        if not sequence.needs_logits:  # it was put aside, and goes on
-            self._begin_drafts(sequence, None)
-        elif sequence.request.limit == 0:
+        if not sequence.needs_logits:
+            return
+        if sequence.request.limit == 0:
             sequence.logits = out.logits.reshape(-1)
         else:
             self._draw(sequence, out)
@@ -368,7 +371,7 @@ class Scheduler:
     def _begin_drafts(self, sequence: Sequence, out: Output | None) -> None:
         """The prompt is read: drafters begin with the text, whose last token was drawn from the output, if there is
         one."""
-        speculator, request = self.speculator, sequence.request
+        speculator, request = sequence.speculator, sequence.request
         if speculator is None or sequence.place is None:
             return
         text = DraftedText(
@@ -390,9 +393,8 @@ class Scheduler:
 
     def _taps_of(self, sequence: Sequence) -> bool | tuple[int, ...]:
         """The hidden states that drafters need of its prompt."""
-        if self.speculator is None or sequence.place is None:
-            return False
-        return self.speculator.taps_of(sequence.place)
+        speculator, place = sequence.speculator, sequence.place
+        return False if speculator is None or place is None else speculator.taps_of(place)
 
     def _speculator_of(self, sequences: SequenceOf[Sequence]) -> Speculator:
         found = next(each.speculator for each in sequences if each.drafted is not None)
@@ -511,13 +513,15 @@ class Scheduler:
 
     # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def _was_interrupted(self, running: SequenceOf[Sequence], error: Interrupted) -> None:
-        """A pass was stopped: for those who asked for it, else, where it is of one text, for that."""
+    def _was_interrupted(self, running: SequenceOf[Sequence]) -> None:
+        """A pass was stopped: for those who asked for it, else, where it is of one text, for that one."""
+        others = [each for each in running if not (each.is_interrupted or each.is_cancelled)]
+        if len(others) == len(self._running) == 1 and not self._is_closed:
+            others[0].is_interrupted = True
         for sequence in running:
             sequence.keep_settled()
-        if not any(each.is_interrupted or each.is_cancelled for each in self.texts) and not self._is_closed:
-            for sequence in running if len(running) == 1 else ():
-                sequence.is_interrupted = True
+            if sequence in others and not sequence.is_interrupted:
+                self._put_aside(sequence)  # it may have come further than is settled
 
     def _failed(self, running: SequenceOf[Sequence], error: BaseException) -> None:
         """A pass failed. An error of the model is that of its texts; anything else is the caller's own, who gets it."""

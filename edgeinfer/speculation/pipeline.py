@@ -222,7 +222,7 @@ class Speculator:
         """Whether drafting pays in passes of so many texts."""
         payoff = self._payoffs.get(n_texts)
         if payoff is None:
-            payoff = self._payoffs[n_texts] = Payoff()
+            payoff = self._payoffs[n_texts] = Payoff(n_texts)
         return payoff
 
     def _states_of(self, place: int) -> list[DrafterState]:
