@@ -28,6 +28,7 @@ _REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
 # all of a flat distribution takes 12 bytes a token beside them (see sampler.cpp), three rows more. Two are for gaps
 # that the allocator has between those that come and go.
 _ROWS = 10
+_ROWS_OF_TEXT = 3  # of each further text that runs: of its prompt, of a pass and of the one before
 
 
 def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
@@ -105,7 +106,8 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
     """Logits, what a draw takes, and texts as Python's objects."""
     n_rows = _ROWS if drafters is None else _ROWS + _most_nodes(planned, drafters)
-    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
+    n_rows += _ROWS_OF_TEXT * (planned.plan.n_sequences - 1)
+    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_positions
 
 
 def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:
