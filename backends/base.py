@@ -269,10 +269,14 @@ class PooledSession(Session, Protocol):
 
 
 @runtime_checkable
-class PooledModel(Protocol):
+class PooledModel(Model, Protocol):
     """A model whose sessions share memory, unless they are asked for with sizes of their own."""
 
     n_sequences: int  # that the memory is planned for
+
+    def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> PooledSession:
+        """See Model.session. With a size or a type given, even those as planned, it has memory of its own."""
+        ...
 
     def has_room(self, wants: Sequence[tuple[Any, int]]) -> bool:
         """Whether several sessions can have so many slots each after their n_past at once; see PooledSession.has_room.

@@ -20,7 +20,10 @@ _ONE_RANGE = r"(?:-?[\d.]+<=?)?x[<>]=?-?[\d.]+"  # as click shows it; an error s
 _VARIABLE = re.compile(r"(?<=\[)env var: \w+; |  \[env var: \w+\]")  # which docs/environment.md lists
 _RANGE = re.compile(rf"; {_ONE_RANGE}(?=\])|  \[{_ONE_RANGE}\]")
 _MODEL = ("model", "hf_repo", "hf_file", "n_threads", "backend")
-_MEMORY = ("n_ctx", "budget", "cache_type", "cache_type_k", "cache_type_v", "n_batch", "expert_cache", "ternary_bits")
+_MEMORY = (
+    *("n_ctx", "parallel", "budget", "cache_type", "cache_type_k", "cache_type_v", "cache_ram", "n_batch"),
+    *("expert_cache", "ternary_bits"),
+)
 _EXPERTS = ("expert_device", "expert_device_bytes", "verify")
 _SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device", "draft_memory")
 _SAMPLING = (

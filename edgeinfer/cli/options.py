@@ -102,6 +102,21 @@ class _DrafterName(click.Choice):  # type: ignore[type-arg,unused-ignore]  # gen
         return value
 
 
+class _CacheRam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
+    """The type of --cache-ram: a size with a unit. llama.cpp's numbers are MiB, those of other options here bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text, or None for 0; a usage error for a number without a unit."""
+        text = str(value).strip()
+        if text.lstrip("+-").isdigit():
+            if int(text) == 0:
+                return None
+            self.fail(f"{text} has no unit: give --cache-ram {text.lstrip('+-')}MiB, or GiB", param, ctx)
+        return text
+
+
 class _DraftMax(click.IntRange):
     """The type of --draft-max. One of its spellings used to name drafters."""
 
@@ -237,7 +252,7 @@ _PLAN_OPTIONS = (  # of `profile` too
     ),
     load_option("n_batch", type=click.IntRange(1)),
     load_option("parallel", type=click.IntRange(1, MAX_PARALLEL)),
-    load_option("cache_ram"),
+    load_option("cache_ram", type=_CacheRam()),
 )
 _MODEL_OPTIONS = (
     variable_option(

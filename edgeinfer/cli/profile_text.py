@@ -53,7 +53,8 @@ def profile_lines(found: Profile) -> Iterator[str]:
 
 def _heading(found: Profile) -> Iterator[str]:
     settings = found.settings
-    yield f"{found.path.name}: n_ctx {settings.n_ctx}, cache {settings.cache_type}, {found.backend} backend"
+    texts = f", {settings.parallel} texts at once" if settings.parallel > 1 else ""
+    yield f"{found.path.name}: n_ctx {settings.n_ctx}{texts}, cache {settings.cache_type}, {found.backend} backend"
     yield f"machine: {', '.join(_machine_facts(found.machine))}"
 
 
@@ -173,6 +174,10 @@ def _as_flags(row: Fitted) -> str:
     flags += [f"--drafter {name}" if name in _DRAFTER_NAMES else f"-md {shlex.quote(name)}" for name in named]
     if settings.expert_cache is not None:
         flags.append(f"--expert-cache {settings.expert_cache}")
+    if settings.parallel > 1:
+        flags.append(f"-np {settings.parallel}")
+    if settings.cache_ram_bytes:
+        flags.append(f"--cache-ram {settings.cache_ram_bytes}B")
     return " ".join(flags) + ("; it changes the text" if row.changes_text else "")
 
 

@@ -132,10 +132,11 @@ class PlanOptions:
     )
     cache_ram: str | int | None = option(
         None,
+        "-cram",
         "--cache-ram",
         check=or_none(_cache_ram),
         metavar="SIZE",
-        help="Memory for what finished texts leave in the KV cache, beyond what running ones need.  [default: none]",
+        help="Memory to keep what finished texts have in the KV cache (2GiB).  [default: what no text needs]",
         text="memory for what finished texts leave in the KV cache beyond what running ones need, so that later texts "
         'that begin so need not read it again: bytes, or a text such as "2GiB". None is nothing beyond.',
     )

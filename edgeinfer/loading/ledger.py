@@ -28,6 +28,7 @@ _REQUEST_BYTES, _TEXT_BYTES, _TOKEN_BYTES = 2 << 20, 128 << 10, 128  # _TEXT_BYT
 # all of a flat distribution takes 12 bytes a token beside them (see sampler.cpp), three rows more. Two are for gaps
 # that the allocator has between those that come and go.
 _ROWS = 10
+_ROWS_OF_TEXT = 3  # of each further text that runs: of its prompt, of a pass and of the one before
 
 
 def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
@@ -106,7 +107,7 @@ def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
     """Logits, what a draw takes, and texts as Python's objects."""
     n_rows = _ROWS if drafters is None else _ROWS + _most_nodes(planned, drafters)
     plan = planned.plan
-    n_rows += plan.n_sequences - 1
+    n_rows += _ROWS_OF_TEXT * (plan.n_sequences - 1)
     n_bytes = _REQUEST_BYTES + (plan.n_sequences - 1) * _TEXT_BYTES + _TOKEN_BYTES * plan.n_positions
     return n_rows * _FLOAT * planned.spec.n_vocab + n_bytes
 

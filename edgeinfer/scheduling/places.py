@@ -40,6 +40,11 @@ class Places:
         """Whether one more text may run."""
         return len(self._places) < self.n or any(place.sequence is None for place in self._places)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text that a session holds."""
+        return max(place.session.n_past for place in self._places)
+
     def take(self, sequence: Sequence) -> None:
         """Give a text a place, and find what of it is held already."""
         free = [place for place in self._places if place.sequence is None]

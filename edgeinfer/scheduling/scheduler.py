@@ -82,6 +82,11 @@ class Scheduler:
         return self._places.n
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest text that a session holds."""
+        return self._places.longest
+
+    @property
     def texts(self) -> list[Sequence]:
         """All that run or wait."""
         return [*self._running, *self._waiting]

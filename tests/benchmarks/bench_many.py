@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from machine import machine_facts
+from machine import machine
 
 import edgeinfer
 from edgeinfer.backends.base import Rows
@@ -120,7 +120,11 @@ def longest_gap(engine: Engine, n_prompt: int) -> dict[str, float]:
             break
     for stream in streams:
         stream.close()
-    return {"longest_gap_ms": max(gaps), "median_gap_ms": statistics.median(gaps), "before_ms": statistics.median(before)}
+    return {
+        "longest_gap_ms": max(gaps),
+        "median_gap_ms": statistics.median(gaps),
+        "before_ms": statistics.median(before),
+    }
 
 
 def samples(engine: Engine, n: int, n_tokens: int) -> dict[str, float]:
@@ -206,7 +210,7 @@ def main(
     speeds = {name: round(statistics.median(each), 2) for name, each in found.items()}
     ratios = {name: round(speed / speeds[f"{numbers[0]}"], 3) for name, speed in speeds.items()}
     facts = {"model": path.name, "tokens": tokens, "rounds": rounds, "n_threads": threads}
-    print(json.dumps({**facts, "tokens_per_second": speeds, "over_one_text": ratios, **more, **machine_facts()}))
+    print(json.dumps({**facts, "tokens_per_second": speeds, "over_one_text": ratios, **more, "machine": machine()}))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,10 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
         path.write_text("no model")
     else:
         monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
-        budget, expected = opened(model, parallel=1).memory.peak + 1000, f"reduced: no draft model \\({draft_model.name}\\)$"
+        budget, expected = (
+            opened(model, parallel=1).memory.peak + 1000,
+            f"reduced: no draft model \\({draft_model.name}\\)$",
+        )
     with pytest.warns(RuntimeWarning, match=expected):
         engine = opened(model, draft=str(path), budget=budget, parallel=1)
     assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "answers", "recycling"]
