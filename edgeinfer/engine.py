@@ -322,6 +322,7 @@ class Engine(OfOneProcess):
                 check()
                 session, logits = cast(Session, sequence.session), cast(Logits, sequence.logits)
                 n_vocab, n_rows = self.tokenizer.n_vocab, min(n_rows, session.n_batch)
+                self.scheduler.make_room(sequence, max([n_rows, *map(len, following)]))
                 return score_continuations(session, tokens, logits, following, n_vocab, n_rows, check)
         finally:
             self.scheduler.cancel(sequence)

@@ -163,6 +163,14 @@ class Scheduler:
             if not nested:
                 self._follow()
 
+    def make_room(self, sequence: Sequence, n_rows: int) -> None:
+        """Put other texts aside until the cache has room for so many more rows of a text. Within `alone`."""
+        while not self._places.has_room([(_open(sequence), n_rows)]):
+            others = [each for each in self._running if each is not sequence and not each.is_held]
+            if not others:
+                return
+            self._put_aside(max(others, key=lambda each: each.number))
+
     def forget(self) -> None:
         """Let the cache hold nothing of texts that have ended."""
         with self.alone():
@@ -282,8 +290,9 @@ class Scheduler:
         return chosen
 
     def _make_room(self, chosen: _Pass) -> None:
-        """Put the newest texts aside until the cache has room for this pass."""
-        while len(sequences := chosen.sequences) > 1:
+        """Put the newest texts aside until the cache has room for this pass, or until it is of one text alone."""
+        while True:
+            sequences = chosen.sequences
             wants = [(_open(each), 1) for each in chosen.decoding]
             wants += [(_open(each), _n_of(rows)) for each, rows in chosen.reading]
             if self._places.has_room(wants):
@@ -291,6 +300,8 @@ class Scheduler:
             # Those that wait for their readers first: they lose least.
             last = max(sequences, key=lambda each: (-each.request.priority, each.number))
             paused = [each for each in self._running if each not in sequences and not each.is_held]
+            if not paused and len(sequences) == 1:
+                return
             aside = max(paused, key=lambda each: each.number) if paused else last
             self._put_aside(aside)
             chosen.decoding = [each for each in chosen.decoding if each is not aside]

@@ -98,7 +98,7 @@ def peer(path: Path, n_most: int, n_ctx: int, n_threads: int) -> Callable[[Seque
 
 
 def longest_gap(engine: Engine, n_prompt: int) -> dict[str, float]:
-    """Milliseconds between two tokens of three texts: the longest while a long prompt is read, and the median before."""
+    """Milliseconds between two tokens of three texts, while a long prompt is read, and before."""
     engine.forget()
     streams = [engine.stream(prompt, temperature=0.0, loop_guard=0) for prompt in prompts_of(engine, 3)]
     words = engine.tokenize(" ".join(PROMPTS), add_special=False)
