@@ -42,6 +42,7 @@ _ASKED = {
 GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that has more than a few options
     "chat": _ASKED,
     "generate": _ASKED,
+    "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
     "simulate": {"Simulation": ("fpga_folder", "completes"), **_ASKED},
     "profile": {
         "Model": _MODEL,
