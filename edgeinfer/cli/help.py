@@ -34,7 +34,7 @@ _SAMPLING = (
 _ASKED = {
     "Model": _MODEL,
     "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
-    "Output": ("predict", "stop", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
+    "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
     "Memory": (*_MEMORY, *_EXPERTS),
     "Speculation": _SPECULATION,
