@@ -34,7 +34,7 @@ _SAMPLING = (
 _ASKED = {
     "Model": _MODEL,
     "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
-    "Output": ("predict", "stop", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
+    "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
     "Memory": (*_MEMORY, *_EXPERTS),
     "Speculation": _SPECULATION,
@@ -42,6 +42,7 @@ _ASKED = {
 GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that has more than a few options
     "chat": _ASKED,
     "generate": _ASKED,
+    "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
     "simulate": {"Simulation": ("fpga_folder", "completes"), **_ASKED},
     "profile": {
         "Model": _MODEL,

@@ -51,7 +51,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("completions", [{"completion", "stream", "many", "asynchronous"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),
     ("loading", [{"loading", "experimental.expert_device"}]),
-    ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
+    ("training, measuring, batch jobs", [{"training"}, {"bench", "expert_bench"}, {"profiler"}, {"batch"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {
