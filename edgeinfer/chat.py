@@ -26,11 +26,11 @@ from edgeinfer.common.user_text import without_mark
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
-from edgeinfer.sampling import SamplingOptions, SamplingParams
+from edgeinfer.sampling import SamplingParams
 from edgeinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from edgeinfer.engine import Engine
+    from edgeinfer.engine import Engine, RequestOptions
 
 CallForm: TypeAlias = Literal["object", "json", "text"]
 """How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
@@ -76,7 +76,7 @@ class Conversation(OfOneProcess):
         stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """The answer to a message, piece by piece. Arguments as for Engine.stream.
 
@@ -84,7 +84,7 @@ class Conversation(OfOneProcess):
         TemplateError if the template refuses it.
         """
         question: Message = {"role": "user", "content": check_text("the message", text)}
-        return self._answer([*self.messages, question], max_tokens, stop, params, progress, **sampling)
+        return self._answer([*self.messages, question], max_tokens, stop, params, progress, **options)
 
     def regenerate(
         self,
@@ -93,13 +93,13 @@ class Conversation(OfOneProcess):
         stop: str | Sequence[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         """Another answer to the last message, in the place of the one there is. Arguments and errors as for `send`.
 
         Raises InvalidArgument if there is no answer yet.
         """
-        return self._answer(self.messages[: self._last_question() + 1], max_tokens, stop, params, progress, **sampling)
+        return self._answer(self.messages[: self._last_question() + 1], max_tokens, stop, params, progress, **options)
 
     def undo(self) -> str:
         """Drop the last exchange; gives its question. Raises InvalidArgument if there is none."""
@@ -194,7 +194,7 @@ class Conversation(OfOneProcess):
         stop: str | Sequence[str] | None,
         params: SamplingParams | None,
         progress: Progress | None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Answer:
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
@@ -206,7 +206,7 @@ class Conversation(OfOneProcess):
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages))
         output = self._format.parser(opened)
         stream = self.engine.stream(
-            prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, output=output, **sampling
+            prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, output=output, **options
         )
         return Answer(self, messages, stream, output)
 
@@ -357,6 +357,11 @@ class Answer(OfOneProcess, Iterator[Piece]):
     def completion(self) -> Completion:
         """The whole answer, once it has ended. Raises InvalidArgument before, and if it ended in an error."""
         return self._stream.completion
+
+    @property
+    def parsed(self) -> Any:
+        """The value of the answer to a constraint, once it has ended: see Completion. Raises as `completion`."""
+        return self.completion.parsed
 
     @property
     def is_kept(self) -> bool:

@@ -28,11 +28,13 @@ from edgeinfer.common.errors import (
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
+from edgeinfer.constraints.options import ConstraintOptions, Wanted, split_options, wanted_of
 from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.logprobs import Score, check_alternatives, score_continuations
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.reasoning import OutputParser
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
 from edgeinfer.ranking import ranking_prompt
@@ -45,8 +47,14 @@ from edgeinfer.stream import Output, Record, StopStrings, Stream
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
+    from edgeinfer.constraints.constraint import Constraints, ConstraintState
     from edgeinfer.models.chat_template import ChatTemplate
     from edgeinfer.models.reasoning import OutputFormat
+
+
+class RequestOptions(SamplingOptions, ConstraintOptions, total=False):
+    """What a request takes as keyword arguments beside those of its own."""
+
 
 Prompt: TypeAlias = str | Sequence[int]
 _SCORED_ROWS = 4  # rows of logits of a pass of `score`, where no drafts need more
@@ -126,7 +134,7 @@ class Engine(OfOneProcess):
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         logprobs: int | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """The completion of a prompt. Arguments and errors as for `stream`; `interrupt` ends it early."""
         stream = self.stream(
@@ -136,7 +144,7 @@ class Engine(OfOneProcess):
             params=params,
             progress=progress,
             logprobs=logprobs,
-            **sampling,
+            **options,
         )
         for _ in stream:
             pass
@@ -152,20 +160,22 @@ class Engine(OfOneProcess):
         progress: Progress | None = None,
         logprobs: int | None = None,
         output: Output | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """The completion of a prompt, piece by piece.
 
         prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None or -1 is as many as fit into the context.
         stop: texts that end the completion and are left out of it, None for none; a special token is written by its
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
-        changed by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
+        changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
         and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
-        Conversation does it: None is all text.
-        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
-        model lacks; while it runs NumericalError, BackendLost, and InvalidArgument if this thread has another stream
-        of this engine open.
+        Conversation does it: None is all text.  schema, regex, grammar, choices, json: what the completion may be, one
+        of them; see edgeinfer.constraints.options.ConstraintOptions.
+        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
+        for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
+        NumericalError, ConstraintError, BackendLost, and InvalidArgument if this thread has another stream of this
+        engine open.
         """
         self._check_open()
         check_callback("progress", progress)
@@ -176,11 +186,15 @@ class Engine(OfOneProcess):
             params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
+        constraint_options, sampling = split_options(options)
+        wanted = wanted_of(constraint_options)
         chosen = params.changed(sampling).with_seed()
         if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, check_alternatives(logprobs))
+        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
+        n_alternatives = check_alternatives(logprobs)
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
         record.expert_reads = None if self.experts is None else self.experts.reads
         return Stream(self._pieces(tokens, limit, record, progress), record)
 
@@ -389,15 +403,22 @@ class Engine(OfOneProcess):
         text, params = list(prompt), record.params
         breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
 
-        def draw(logits: Logits, text: list[int]) -> int:
+        def free_draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
             return sample(logits[: self.tokenizer.n_vocab], params, len(text), text, breakers)
+
+        def draw(logits: Logits, text: list[int]) -> int:
+            if record.constraint is None:
+                return free_draw(logits, text)
+            n_vocab = self.tokenizer.n_vocab
+            return record.constraint.draw(logits[:n_vocab], text, lambda masked: free_draw(masked, text))
 
         text.append(draw(logits, text))
         record.note(logits, text[-1])
         if self.speculator is not None:
             is_plain = params.is_greedy and not params.changes_logits
             job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params, record.note)
+            job.free_draw = free_draw
             record.stats = stats
             yield from self.speculator.tokens(job, logits, stats)
             return
@@ -407,6 +428,17 @@ class Engine(OfOneProcess):
             logits = self._forward(text[-1:])
             text.append(draw(logits, text))
             record.note(logits, text[-1])
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        from edgeinfer.constraints.constraint import Constraints
+
+        return Constraints(self.tokenizer)
+
+    def _constraint(self, wanted: Wanted, n_prompt: int, output: Output | None) -> ConstraintState:
+        """A constraint along a text with a prompt of n_prompt tokens. Raises as `stream`."""
+        parser = output if isinstance(output, OutputParser) else None
+        return self._constraints.read(wanted).state(wanted, n_prompt, parser)
 
     def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, stats: StatsCounter) -> Logits:
         """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""

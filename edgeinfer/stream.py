@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from edgeinfer.common.arguments import shown
 from edgeinfer.common.errors import InvalidArgument
@@ -20,6 +20,9 @@ from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.repetition import LoopGuard
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import StatsCounter
+
+if TYPE_CHECKING:
+    from edgeinfer.constraints.constraint import ConstraintState
 
 
 class Stream(OfOneProcess, Iterator[Piece]):
@@ -117,9 +120,11 @@ class Record:
         params: SamplingParams,
         output: Output | None = None,
         n_alternatives: int | None = None,
+        constraint: ConstraintState | None = None,
     ) -> None:
         """n_alternatives: of each place, beside the log probability of its token; None notes neither."""
         self.params = params
+        self.constraint = constraint
         self.n_cached = 0
         self.interrupted = False  # set by Engine.interrupt, looked at after every step
         self.failed = False
@@ -176,6 +181,7 @@ class Record:
             hidden = "" if stop_token is None else self._tokenizer.name(stop_token)
             rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
+        parsed, error = (None, None) if self.constraint is None else self.constraint.result(self._tokens, reason)
         self.completion = Completion(
             "".join(self._text),
             tuple(self._tokens),
@@ -186,6 +192,8 @@ class Record:
             self._output.reasoning,
             self._output.tool_calls,
             tuple(self.logprobs[: len(self._tokens)]),
+            parsed,
+            error,
         )
         return Piece(rest, (), reason, reasoning)
 

@@ -50,6 +50,7 @@ class Job:
     # called with each token and the logits that it was drawn from, None for nobody
     note: Callable[[Logits, int], None] | None = None
     n_drawn: int = 0  # tokens so far
+    free_draw: Draw | None = None  # for the drafters: the sampler without a constraint, None where that is `draw`
 
     @property
     def n_left(self) -> int:
@@ -169,7 +170,9 @@ class Speculator:
         """Begin a request. Drafters dropped in the last one are back, unless they failed on this prompt already."""
         started = perf_counter()
         self._replace_lost(stats)
-        context = Context(job.text[:-1], job.draw, job.is_greedy, is_plain=job.is_plain, params=job.params)
+        context = Context(
+            job.text[:-1], job.free_draw or job.draw, job.is_greedy, is_plain=job.is_plain, params=job.params
+        )
         verify_ms = self.costs.milliseconds(self._session.n_past)
         for state in self._states:
             state.is_dropped = state.drafter.name in stats.dropped
