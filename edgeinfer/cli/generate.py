@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.constraints import constraint_given, constraint_options
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
@@ -29,6 +30,9 @@ from edgeinfer.cli.options import (
 from edgeinfer.cli.terminal import ProgressBar, Writer
 from edgeinfer.common.user_text import decoded
 
+if TYPE_CHECKING:
+    from edgeinfer.engine import RequestOptions
+
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
@@ -42,6 +46,7 @@ from edgeinfer.common.user_text import decoded
 )
 @stop_option
 @sampling_options
+@constraint_options
 @quiet_option
 @json_option
 @click.option(
@@ -65,14 +70,15 @@ def generate(
     ("<|im_start|>") become those tokens. The completion goes to standard output, everything else to standard error.
     """
     text = _text(text_or_prompt(texts, prompt), file)
-    sampling = sampling_given(flags)
+    sampling, constraint = sampling_given(flags), constraint_given(flags)
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json, which shows them")
     with open_engine(flags) as engine:
         bar = ProgressBar("reading the prompt")
         with warnings_as_notes():  # of a begin token that is there twice
+            request: RequestOptions = {**sampling, **constraint}
             stream = engine.stream(
-                text, max_tokens=max_tokens(flags), stop=stop, progress=bar, logprobs=logprobs, **sampling
+                text, max_tokens=max_tokens(flags), stop=stop, progress=bar, logprobs=logprobs, **request
             )
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json, quiet)
