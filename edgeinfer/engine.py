@@ -418,7 +418,8 @@ class Engine(OfOneProcess):
         if self.speculator is not None:
             is_plain = params.is_greedy and not params.changes_logits
             job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params, record.note)
-            job.free_draw = free_draw
+            if record.constraint is not None:
+                job.constraint, job.free_draw = record.constraint, free_draw
             record.stats = stats
             yield from self.speculator.tokens(job, logits, stats)
             return

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice, takewhile
 from typing import Any
 
 from edgeinfer.common.errors import ConstraintError, InvalidConstraint
@@ -22,6 +23,8 @@ from edgeinfer.constraints.vocabulary import end_ids_of, vocabulary_of
 from edgeinfer.models.reasoning import OutputParser
 from edgeinfer.models.tokenizer import Tokenizer
 
+FEW = 512  # tokens that may follow: white space and brackets in all their spellings are some hundred
+_MOST_HABITS = 8192
 _MOST_KEPT = 16  # constraints that a Constraints keeps
 _REASONS = {
     "stop": "a stop string ended it",
@@ -78,7 +81,7 @@ _TITLES = {
 
 
 class Constraint:
-    """A grammar with a vocabulary. Immutable and thread-safe."""
+    """A grammar with a vocabulary. Thread-safe."""
 
     def __init__(self, grammar: str, vocabulary: Any, tokenizer: Tokenizer) -> None:
         """vocabulary: the LLTokenizer of the tokeniser. Raises InvalidConstraint if no text is of this grammar."""
@@ -86,6 +89,7 @@ class Constraint:
         self.n_vocab = tokenizer.n_vocab
         self.end_mask = Mask.of(end_ids_of(tokenizer), self.n_vocab)
         self._grammar, self._vocabulary = grammar, vocabulary
+        self._habits: dict[int, int] = {}
         self._matcher = open_matcher(vocabulary, grammar)
         if self._matcher.is_error():
             raise InvalidConstraint(one_line(self._matcher.get_error()))
@@ -104,6 +108,20 @@ class Constraint:
         where the answer has no parts.
         """
         return ConstraintState(self, wanted, n_prompt, None if output is None else Beginning(output, self.tokenizer))
+
+    def note(self, mask: Mask, token: int) -> None:
+        """Note what was drawn under a mask of few tokens: white space and brackets mostly, in which a model has habits.
+
+        They are guesses for drafts, and change no text.
+        """
+        if 1 < mask.count <= FEW:
+            if len(self._habits) >= _MOST_HABITS:
+                self._habits.clear()
+            self._habits[mask.key] = token
+
+    def habit(self, mask: Mask) -> int | None:
+        """The token that was drawn the last time under this mask, None for nothing known."""
+        return self._habits.get(mask.key) if mask.count <= FEW else None
 
     def matcher(self) -> Any:
         """An LLMatcher before the first token. It shares what it learns about the grammar with the others."""
@@ -131,10 +149,20 @@ class ConstraintState:
         self._beginning = beginning
         self._matcher = constraint.matcher()
         self._consumed: list[int] = []
+        # The last text that drafts were wanted for, and masks by what follows it.
+        self._base: list[int] = []
+        self._known: dict[tuple[int, ...], Mask] = {}
 
     def mask_at(self, text: Sequence[int]) -> Mask:
         """The tokens that may follow a text, prompt included. Raises ConstraintError where that cannot be told."""
-        answer = text[self._n_prompt :]
+        answer = list(text[self._n_prompt :])
+        if self._known and answer[: len(self._base)] == self._base:
+            known = self._known.get(tuple(answer[len(self._base) :]))
+            if known is not None:
+                return known
+        return self._mask(answer)
+
+    def _mask(self, answer: list[int]) -> Mask:
         start, also = self._place(answer)
         if start is None:
             return also or self._constraint.end_mask
@@ -147,7 +175,59 @@ class ConstraintState:
         The logits of all others are -inf. Raises ConstraintError as `mask_at`.
         """
         mask = self.mask_at(text)
-        return choose(mask.apply(logits)) if mask.only is None else mask.only
+        token = choose(mask.apply(logits)) if mask.only is None else mask.only
+        self._constraint.note(mask, token)
+        return token
+
+    def forced(self, text: Sequence[int], limit: int) -> list[int]:
+        """The tokens that follow a text because each is the only one that may, at most limit and without an end.
+
+        Raises ConstraintError as `mask_at`.
+        """
+        found = takewhile(lambda step: step[1] == 1, self.likely(text))
+        return [token for token, _ in islice(found, limit)]
+
+    def likely(self, text: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """What will probably follow a text: each token with the number of those that may stand in its place.
+
+        Where there is one it is certain; where there are few, it is the one that was drawn the last time. Ends before
+        an end, and where many tokens may follow. Raises ConstraintError as `mask_at`.
+        """
+        self._rebase(text)
+        path: tuple[int, ...] = ()
+        while True:
+            mask = self._mask_ahead(path)
+            token = self._constraint.habit(mask) if mask.only is None else mask.only
+            if token is None or self._constraint.end_mask.allows(token):
+                return
+            yield token, mask.count
+            path = (*path, token)
+
+    def kept(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """The nodes of a draft tree after a text that may follow, each with its parent, in their order.
+
+        tokens, parents: as in DraftTree. Raises ConstraintError as `mask_at`.
+        """
+        self._rebase(text)
+        paths: dict[int, tuple[int, ...]] = {-1: ()}  # of the nodes that are kept
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            path = paths.get(parent)
+            if path is not None and self._mask_ahead(path).allows(token):
+                paths[node] = (*path, token)
+        return list(paths)[1:]
+
+    def _rebase(self, text: Sequence[int]) -> None:
+        """Masks that are asked for ahead are after this text from now on."""
+        answer = list(text[self._n_prompt :])
+        if answer != self._base:
+            self._base, self._known = answer, {}
+
+    def _mask_ahead(self, path: tuple[int, ...]) -> Mask:
+        """The mask after some tokens that follow the base, kept for the draw."""
+        mask = self._known.get(path)
+        if mask is None:
+            mask = self._known[path] = self._mask([*self._base, *path])
+        return mask
 
     def is_complete(self, text: Sequence[int]) -> bool:
         """Whether nothing but an end may follow a text. Raises ConstraintError as `mask_at`."""

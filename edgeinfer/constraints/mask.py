@@ -37,15 +37,19 @@ class Mask:
         return np.unpackbits(bits, count=self.n_vocab, bitorder="little").view(np.bool_)
 
     @cached_property
+    def count(self) -> int:
+        """How many tokens may follow."""
+        return int.from_bytes(self._bits, "little").bit_count()
+
+    @cached_property
     def only(self) -> int | None:
         """The token, where only one may follow."""
-        number = int.from_bytes(self._bits, "little")
-        return number.bit_length() - 1 if number.bit_count() == 1 else None
+        return int.from_bytes(self._bits, "little").bit_length() - 1 if self.count == 1 else None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no token may follow."""
-        return self._bits.count(0) == len(self._bits)
+    @cached_property
+    def key(self) -> int:
+        """A number that masks of the same tokens share, and hardly any others, in this process."""
+        return hash(self._bits)
 
     def allows(self, id: int) -> bool:
         """Whether a token may follow."""

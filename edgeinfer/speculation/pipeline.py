@@ -14,10 +14,12 @@ from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.common.types import Features, Logits
 from edgeinfer.sampling import SamplingParams
-from edgeinfer.speculation.acceptance import ChainLengthRule
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
 from edgeinfer.speculation.cost import CostModel
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
-from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter
+from edgeinfer.speculation.drafters.base import Context, Drafter, Following, HoldingDrafter
+from edgeinfer.speculation.drafters.forced import NAME as FORCED
+from edgeinfer.speculation.drafters.forced import allowed_part, forced_draft
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
@@ -50,7 +52,9 @@ class Job:
     # called with each token and the logits that it was drawn from, None for nobody
     note: Callable[[Logits, int], None] | None = None
     n_drawn: int = 0  # tokens so far
-    free_draw: Draw | None = None  # for the drafters: the sampler without a constraint, None where that is `draw`
+    # constraint, free_draw: what may follow, and the sampler without that, for drafters; None where anything may follow
+    constraint: Following | None = None
+    free_draw: Draw | None = None
 
     @property
     def n_left(self) -> int:
@@ -88,6 +92,7 @@ class Speculator:
         self._padding = PassPadding()
         self._preemptions = Preemptions()
         self._payoff = Payoff()
+        self._forced = AcceptanceTable()  # of the drafts of constraints
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
 
@@ -171,7 +176,12 @@ class Speculator:
         started = perf_counter()
         self._replace_lost(stats)
         context = Context(
-            job.text[:-1], job.free_draw or job.draw, job.is_greedy, is_plain=job.is_plain, params=job.params
+            job.text[:-1],
+            job.free_draw or job.draw,
+            job.is_greedy,
+            is_plain=job.is_plain,
+            params=job.params,
+            constraint=job.constraint,
         )
         verify_ms = self.costs.milliseconds(self._session.n_past)
         for state in self._states:
@@ -281,6 +291,10 @@ class Speculator:
             if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, context, max_nodes, proposals, stats)
+        self._forced.min_probability = min_probability
+        forced = forced_draft(context, self._forced, max_nodes)
+        if forced.tokens:
+            proposals.append(Proposal(FORCED, forced, self._forced))
         proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
         tree = VerifyTree()
         if proposals:
@@ -366,6 +380,7 @@ class Speculator:
         context.acceptance = state.table
         with state.guarded(stats):
             tree = checked(state.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
+            tree = allowed_part(context, tree)
             if tree.tokens:
                 proposals.append(Proposal(state.drafter.name, tree, state.table))
 

@@ -201,3 +201,31 @@ def test_tokens_that_end_a_text_are_spelt_within_it(engine):
     assert isinstance(engine.tokenizer, Tokenizer) and name.startswith("<|")
     completion = engine.generate(PROMPT, choices=[name], temperature=0)
     assert completion.text == completion.parsed == name and len(completion.tokens) > 1
+
+
+def test_the_default_model_writes_what_was_asked_for_with_drafts_and_without(loaded, default_model):
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "age": {"type": "integer", "minimum": 0},
+            "jobs": {"type": "array", "items": {"enum": ["cook", "painter", "driver"]}, "minItems": 2, "maxItems": 3},
+        },
+        "required": ["name", "age", "jobs"],
+        "additionalProperties": False,
+    }
+    engine, drafting = (loaded(default_model, n_ctx=512, draft=draft) for draft in ("none", "auto"))
+    drafting.speculator.costs = FixedCosts()
+    question = "Invent a person: JSON with name, age and jobs."
+    for sampling in SAMPLING[:4]:
+        completions = []
+        for each in (engine, drafting):
+            answer = each.chat().send(question, max_tokens=150, schema=schema, **sampling)
+            for _ in answer:
+                pass
+            completions.append(answer.completion)
+        plain, drafted = completions
+        assert drafted.tokens == plain.tokens and drafted.parsed == plain.parsed
+        assert plain.finish_reason == "stop" and drafted.timings.tokens_per_step > 1.2
+        check_answer({"schema": schema}, plain.text)
+        check_masks(engine.tokenizer, {"schema": schema}, plain.tokens)

@@ -76,4 +76,5 @@ def test_masks_join_and_compare():
     applied = few.apply(logits)
     assert applied.dtype == np.float32 and sorted(np.flatnonzero(np.isfinite(applied))) == [3, 5]
     assert (few.apply(logits[:4]) == [-np.inf] * 3 + [3]).all()
-    assert Mask.of([], 20).is_empty and not few.is_empty
+    assert (Mask.of([], 20).count, few.count, odd.count) == (0, 2, 10)
+    assert few.key == Mask.of([5, 3], 20).key != odd.key
