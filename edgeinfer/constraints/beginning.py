@@ -43,6 +43,10 @@ class Beginning:
         first = Place(0, Mask.of(openings, self._tokenizer.n_vocab) if openings else None)
         self._place = self._before() if self._parser.precedes_answer else first
 
+    def anew(self) -> Beginning:
+        """The same before the first token of the answer."""
+        return Beginning(self._output, self._tokenizer)
+
     def place(self, tokens: Sequence[int]) -> Place:
         """Where the answer is after these tokens."""
         n_seen = len(self._seen)

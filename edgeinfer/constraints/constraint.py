@@ -26,7 +26,7 @@ from edgeinfer.models.tokenizer import Tokenizer
 FEW = 512  # tokens that may follow: white space and brackets in all their spellings are some hundred
 _MOST_HABITS = 8192
 _MOST_KEPT = 16  # constraints that a Constraints keeps
-_REASONS = {
+_REASONS = {  # by Completion.finish_reason
     "stop": "a stop string ended it",
     "length": "max_tokens or the end of the context cut it (finish_reason length)",
     "repetition": "it only repeated itself (loop_guard)",
@@ -39,7 +39,7 @@ class Constraints:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[Wanted, Constraint] = OrderedDict()
 
     @cached_property
@@ -49,13 +49,24 @@ class Constraints:
     def read(self, wanted: Wanted) -> Constraint:
         """The constraint. Raises InvalidConstraint, and BackendUnavailable without llguidance."""
         open_library()
+        found = self._known(wanted)
+        if found is not None:
+            return found
+        with self._reading:  # one at a time; who wants one that is known does not wait
+            found = self._known(wanted)
+            if found is None:
+                found = self._read(wanted)
+                with self._lock:
+                    self._kept[wanted] = found
+                    while len(self._kept) > _MOST_KEPT:
+                        self._kept.popitem(last=False)
+        return found
+
+    def _known(self, wanted: Wanted) -> Constraint | None:
         with self._lock:
             found = self._kept.get(wanted)
-            if found is None:
-                found = self._kept[wanted] = self._read(wanted)
-            self._kept.move_to_end(wanted)
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            if found is not None:
+                self._kept.move_to_end(wanted)
             return found
 
     def _read(self, wanted: Wanted) -> Constraint:
@@ -234,20 +245,23 @@ class ConstraintState:
         return self.mask_at(text).is_within(self._constraint.end_mask)
 
     def result(self, answer: Sequence[int], reason: str) -> tuple[object, str | None]:
-        """(value of an answer, None), or (None, why there is none).
+        """(value of an answer, None), or (None, why there is none). Callable while another thread draws.
 
         answer: its tokens without the one that ended it.  reason: why it ended, as Completion has it.
         """
-        start, _ = self._place(answer)
+        why = _REASONS.get(reason, f"it ended ({reason})")
+        beginning = None if self._beginning is None else self._beginning.anew()
+        apart = ConstraintState(self._constraint, self._wanted, 0, beginning)
+        start, _ = apart._place(answer)
         if start is None:
-            return None, f"the answer had not begun when {_REASONS[reason]}"
+            return None, f"the answer had not begun when {why}"
         try:
-            mask = self._mask_after(answer[start:])
+            mask = apart._mask_after(answer[start:])
         except ConstraintError as error:
             return None, str(error)
-        is_whole = self._matcher.is_accepting() if reason == "stop" else mask.is_within(self._constraint.end_mask)
+        is_whole = apart._matcher.is_accepting() if reason == "stop" else mask.is_within(self._constraint.end_mask)
         if not is_whole:
-            return None, f"the answer was not complete when {_REASONS[reason]}"
+            return None, f"the answer was not complete when {why}"
         return value_of(self._constraint.tokenizer.decode(answer[start:], skip_special=True), self._wanted)
 
     def _place(self, answer: Sequence[int]) -> Place:

@@ -78,8 +78,11 @@ def open_vocabulary(
     library = open_library()
     special = set(special_ids)
     marked = [b"\xff" + token if id in special else token for id, token in enumerate(tokens)]
-    wrapped = library.TokenizerWrapper(_Wrapped(marked, sorted(special), end_ids[0], encode))
-    return library.LLTokenizer(wrapped, eos_token=list(end_ids))
+    source = _Wrapped(marked, sorted(special), end_ids[0], encode)
+    wrapped = library.TokenizerWrapper(source)
+    vocabulary = library.LLTokenizer(wrapped, eos_token=list(end_ids))
+    source.tokens = wrapped.tokens = []  # it has copied them, and asks for nothing but ids from now on
+    return vocabulary
 
 
 class _Wrapped:
