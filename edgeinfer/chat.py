@@ -358,6 +358,11 @@ class Answer(OfOneProcess, Iterator[Piece]):
         return self._stream.completion
 
     @property
+    def parsed(self) -> Any:
+        """The value of the answer to a constraint, once it has ended: see Completion. Raises as `completion`."""
+        return self.completion.parsed
+
+    @property
     def is_kept(self) -> bool:
         """Whether the exchange has become part of the conversation."""
         return self._kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from edgeinfer.logprobs import TokenLogprob
 from edgeinfer.models.reasoning import ToolCall
@@ -74,3 +74,7 @@ class Completion:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # one for each token where `logprobs` was given, else none
+    # parsed, parse_error: of a constraint (edgeinfer.constraints.options), the value of the answer, which is a pydantic
+    # object, what JSON says, or the text; or None, and why there is no value
+    parsed: Any = None
+    parse_error: str | None = None

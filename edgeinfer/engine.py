@@ -31,6 +31,7 @@ from edgeinfer.common.errors import (
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
+from edgeinfer.constraints.options import Wanted, split_options, wanted_of
 from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.logprobs import Score, check_alternatives, score_continuations
 from edgeinfer.many import (
@@ -46,6 +47,7 @@ from edgeinfer.many import (
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.reasoning import OutputParser
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.control import ExpertControl
 from edgeinfer.ranking import ranking_prompt
@@ -56,10 +58,11 @@ from edgeinfer.scheduling.request import Request
 from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.stream import Output, Record, RequestOptions, StopStrings, Stream, Submit
+from edgeinfer.stream import ChoiceOptions, Output, Record, RequestOptions, StopStrings, Stream, Submit
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
+    from edgeinfer.constraints.constraint import Constraints, ConstraintState
     from edgeinfer.models.chat_template import ChatTemplate
     from edgeinfer.models.reasoning import OutputFormat
 
@@ -257,20 +260,23 @@ class Engine(OfOneProcess):
         output: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[ChoiceOptions],
     ) -> Stream:
         """The completion of a prompt, piece by piece.
 
         prompt: token ids, or a text, read as by `tokenize`.  max_tokens: None or -1 is as many as fit into the context.
         stop: texts that end the completion and are left out of it, None for none; a special token is written by its
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
-        changed by `sampling`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
+        changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
         and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
         Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
-        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").
-        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, ShapeError for ids that the
-        model lacks; while it runs NumericalError, BackendLost, and EngineBusy if too many texts wait.
+        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  schema, regex,
+        grammar, choices, json: what the completion may be, one of them; see
+        edgeinfer.constraints.options.ConstraintOptions.
+        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
+        for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
+        NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
         """
         self._check_open()
         check_callback("progress", progress)
@@ -281,11 +287,15 @@ class Engine(OfOneProcess):
             params = self.default_params
         elif not isinstance(params, SamplingParams):
             raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
+        constraint_options, sampling = split_options(options)
+        wanted = wanted_of(constraint_options)
         chosen = params.changed(sampling).with_seed()
         if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, check_alternatives(logprobs))
+        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
+        n_alternatives = check_alternatives(logprobs)
+        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
         record.expert_reads = None if self.experts is None else self.experts.reads
         if limit == 0:
             return Stream(_nothing(record), record)
@@ -469,22 +479,42 @@ class Engine(OfOneProcess):
         params, n_vocab = record.params, self.tokenizer.n_vocab
         breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
 
-        def draw(logits: Logits, text: list[int]) -> int:
+        constraint = record.constraint
+
+        def free_draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
             return sample(logits[:n_vocab], params, len(text), text, breakers)
+
+        def draw(logits: Logits, text: list[int]) -> int:
+            if constraint is None:
+                return free_draw(logits, text)
+            return constraint.draw(logits[:n_vocab], text, lambda masked: free_draw(masked, text))
 
         return Request(
             prompt,
             limit,
-            draw,
+            free_draw if constraint is None else draw,
             params,
             self.tokenizer.stop_ids,
             record.note,
             record.forget,
-            progress is not None,
-            priority,
-            None if timeout is None else time.monotonic() + timeout,
+            constraint,
+            None if constraint is None else free_draw,
+            wants_progress=progress is not None,
+            priority=priority,
+            deadline=None if timeout is None else time.monotonic() + timeout,
         )
+
+    @cached_property
+    def _constraints(self) -> Constraints:
+        from edgeinfer.constraints.constraint import Constraints
+
+        return Constraints(self.tokenizer)
+
+    def _constraint(self, wanted: Wanted, n_prompt: int, output: Output | None) -> ConstraintState:
+        """A constraint along a text with a prompt of n_prompt tokens. Raises as `stream`."""
+        parser = output if isinstance(output, OutputParser) else None
+        return self._constraints.read(wanted).state(wanted, n_prompt, parser)
 
     def _pieces(self, submit: Submit, record: Record, progress: Progress | None) -> Generator[Piece, None, None]:
         """The pieces of a text, which is asked for with the first of them, unless it was before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
@@ -31,7 +31,7 @@ class Vote(Generic[Choice]):
     completions: tuple[Completion, ...]  # of those that were read to their end, in that order
 
 
-def as_they_end(scheduler: Scheduler, streams: Iterable[Stream], at_once: int) -> Iterator[Stream]:
+def as_they_end(scheduler: Scheduler, streams: Iterable[Stream], at_once: int) -> Generator[Stream, None, None]:
     """Read streams side by side in this thread; gives each when it has ended, or failed.
 
     streams: taken when there is room, at most at_once are read at a time. All are closed when the iterator is.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 from edgeinfer.backends.base import Progress
 from edgeinfer.common.arguments import shown
@@ -15,6 +15,7 @@ from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
+from edgeinfer.constraints.options import ConstraintOptions
 from edgeinfer.logprobs import TokenLogprob, token_logprob
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
@@ -25,8 +26,15 @@ from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.stats import StatsCounter
 
+if TYPE_CHECKING:
+    from edgeinfer.constraints.constraint import ConstraintState
 
-class RequestOptions(SamplingOptions, total=False):
+
+class ChoiceOptions(SamplingOptions, ConstraintOptions, total=False):
+    """How tokens are chosen, and among which, as keyword arguments."""
+
+
+class RequestOptions(ChoiceOptions, total=False):
     """Keyword arguments of Engine.stream, see there."""
 
     max_tokens: int | None
@@ -178,9 +186,11 @@ class Record:
         params: SamplingParams,
         output: Output | None = None,
         n_alternatives: int | None = None,
+        constraint: ConstraintState | None = None,
     ) -> None:
         """n_alternatives: of each place, beside the log probability of its token; None notes neither."""
         self.params = params
+        self.constraint = constraint
         self.n_cached = 0
         self.sequence: Sequence | None = None  # once it was asked for
         self.failed = False
@@ -242,6 +252,7 @@ class Record:
             hidden = "" if stop_token is None else self._tokenizer.name(stop_token)
             rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
+        parsed, error = (None, None) if self.constraint is None else self.constraint.result(self._tokens, reason)
         self.completion = Completion(
             "".join(self._text),
             tuple(self._tokens),
@@ -252,6 +263,8 @@ class Record:
             self._output.reasoning,
             self._output.tool_calls,
             tuple(self.logprobs[: len(self._tokens)]),
+            parsed,
+            error,
         )
         return Piece(rest, (), reason, reasoning)
 

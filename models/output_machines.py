@@ -48,6 +48,16 @@ class OutputMachine:
         raise NotImplementedError
 
     @property
+    def precedes_answer(self) -> bool:
+        """Whether what comes next surely comes before the answer: reasoning, or a header."""
+        return self.is_reasoning
+
+    @property
+    def next_marks(self) -> tuple[str, ...]:
+        """The marks one of which comes next in a well-formed output; none where anything may come."""
+        return ()
+
+    @property
     def unclosed(self) -> str:
         """The mark that ends the reasoning, while that goes on and has one."""
         return ""
@@ -240,6 +250,19 @@ class ChannelsMachine(OutputMachine):
     @override
     def is_reasoning(self) -> bool:
         return self._step == self._body and self._kind == "reasoning"
+
+    @property
+    @override
+    def precedes_answer(self) -> bool:
+        is_answer = self._step == self._body and self._kind == "answer"
+        return not is_answer and self._format.is_special(self._channel)
+
+    @property
+    @override
+    def next_marks(self) -> tuple[str, ...]:
+        if self._step == self._between:
+            return (self._start,)
+        return (self._channel,) if self._step == self._header and self._is_first and not self._rest else ()
 
     def _header(self) -> bool:
         end, mark = self._text_before([self._message])

@@ -203,6 +203,10 @@ class OutputFormat:
         """Whether a character stands for a special token."""
         return char in self._id_of
 
+    def ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
+        """The special tokens among marks; those that are spelt have none."""
+        return tuple([self._id_of[mark] for mark in marks if mark in self._id_of])
+
     def _name(self, code: str) -> str:
         return self.tokenizer.name(self._id_of[code])
 
@@ -313,6 +317,25 @@ class OutputParser:
 
     def _of(self, kind: Kind, segments: Sequence[Segment]) -> str:
         return joined([self._format.shown(segment.coded) for segment in segments if segment.shown_in == kind])
+
+    def anew(self) -> OutputParser:
+        """A parser as this one was before the first token."""
+        return self._format.parser(self.opened)
+
+    @property
+    def precedes_answer(self) -> bool:
+        """Whether the next token surely comes before the answer: reasoning, or the header of a channel."""
+        return self._machine.precedes_answer
+
+    @property
+    def next_ids(self) -> tuple[int, ...]:
+        """The special tokens one of which comes next in a well-formed output; none where anything may come."""
+        return self._format.ids_of(self._machine.next_marks)
+
+    @property
+    def opening_ids(self) -> tuple[int, ...]:
+        """The special tokens that begin the reasoning where an answer begins with them."""
+        return self._format.ids_of([opening for opening, _ in self._format.reasoning])
 
     @property
     def reasoning(self) -> str | None:

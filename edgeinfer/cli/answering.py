@@ -112,6 +112,8 @@ def finish_one_shot(engine: Engine, completion: Completion, as_json: bool, is_qu
         show(json.dumps(as_record(engine, completion)))
     else:
         note_calls(completion)
+        if completion.parse_error is not None:
+            note(completion.parse_error)
         if completion.finish_reason == "repetition":
             note("stopped: the text only repeated itself; --loop-guard 0 lets it go on")
         if not is_quiet:
@@ -145,6 +147,8 @@ def as_record(engine: Engine, completion: Completion) -> dict[str, object]:
         "params": completion.params.to_json(),
         "memory": engine.memory.as_json(),
     }
+    if completion.parsed is not None or completion.parse_error is not None:
+        record |= {"parsed": completion.parsed, "parse_error": completion.parse_error}
     if completion.logprobs:
         record["logprobs"] = [
             _likely(engine, each.token, each.logprob) | {"top": [_likely(engine, *other) for other in each.top]}

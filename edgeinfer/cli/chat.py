@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.answering import finish_one_shot, write_answer
+from edgeinfer.cli.constraints import constraint_given, constraint_options
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     Command,
@@ -38,6 +39,7 @@ from edgeinfer.common.files import state_folder
 if TYPE_CHECKING:
     from edgeinfer.cli.sessions import Session
     from edgeinfer.engine import Engine
+    from edgeinfer.stream import ChoiceOptions
 
 
 _OPTIONS = (
@@ -65,6 +67,7 @@ def chat_options(command: Command) -> Command:
 @chat_options
 @stop_option
 @sampling_options
+@constraint_options
 @quiet_option
 @json_option
 def chat(
@@ -91,7 +94,9 @@ def chat(
     message = _one_message(text_or_prompt(texts, prompt))
     if as_json and message is None:
         raise click.UsageError("--json is for programs: give a message as TEXT, with -p or on standard input")
-    sampling_given(flags)  # refuses values out of range before a model is loaded
+    # Refuse values out of range before a model is loaded.
+    sampling_given(flags)
+    constraint_given(flags)
     with ExitStack() as opened:
         session = None
         if session_name is not None:
@@ -143,11 +148,12 @@ def _answer_once(
         if system is not None:
             conversation.system = system
     bar = ProgressBar("reading the prompt")
-    answer = conversation.send(
-        message, max_tokens=max_tokens(flags), stop=flags["stop"], progress=bar, **sampling_given(flags)
-    )
-    thinking = Thinking(is_shown=flags["show_reasoning"] and not as_json, is_plain=flags["plain"])
-    writer = Writer.to_stdout(silent=True) if as_json else answer_writer(sys.stdout, is_plain=flags["plain"])
+    constraint = constraint_given(flags)
+    request: ChoiceOptions = {**sampling_given(flags), **constraint}
+    answer = conversation.send(message, max_tokens=max_tokens(flags), stop=flags["stop"], progress=bar, **request)
+    is_plain = flags["plain"] or bool(constraint)
+    thinking = Thinking(is_shown=flags["show_reasoning"] and not as_json, is_plain=is_plain)
+    writer = Writer.to_stdout(silent=True) if as_json else answer_writer(sys.stdout, is_plain=is_plain)
     completion = write_answer(engine, answer, writer, bar, thinking)
     if session is not None:
         session.save(conversation)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.chat import chat, chat_options
+from edgeinfer.cli.constraints import constraint_options
 from edgeinfer.cli.export import run_export
 from edgeinfer.cli.generate import generate
 from edgeinfer.cli.model_names import ModelCommand
@@ -243,6 +244,7 @@ def _matrices(spec: ModelSpec) -> Iterator[str]:
 @chat_options
 @stop_option
 @sampling_options
+@constraint_options
 @quiet_option
 @json_option
 @click.pass_context

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from edgeinfer.cli.answering import as_record, finish_one_shot, note_full_context, write_answer
+from edgeinfer.cli.constraints import constraint_given, constraint_options
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
     FileName,
@@ -33,7 +34,7 @@ from edgeinfer.common.user_text import decoded
 if TYPE_CHECKING:
     from edgeinfer.completion import Completion
     from edgeinfer.engine import Engine
-    from edgeinfer.stream import RequestOptions
+    from edgeinfer.stream import ChoiceOptions, RequestOptions
 
 MOST_SAMPLES = 1024  # as edgeinfer.many has it, which would make `--help` slow
 
@@ -50,6 +51,7 @@ MOST_SAMPLES = 1024  # as edgeinfer.many has it, which would make `--help` slow
 )
 @stop_option
 @sampling_options
+@constraint_options
 @quiet_option
 @json_option
 @click.option(
@@ -81,20 +83,21 @@ def generate(
     ("<|im_start|>") become those tokens. The completion goes to standard output, everything else to standard error.
     """
     text = _text(text_or_prompt(texts, prompt), file)
-    sampling = sampling_given(flags)
+    sampling, constraint = sampling_given(flags), constraint_given(flags)
     if logprobs is not None and not as_json:
         raise click.UsageError("--logprobs needs --json, which shows them")
     if first is not None and (samples is None or first > samples):
         raise click.UsageError("--first M needs --samples N, and M is at most N")
     with open_engine(flags) as engine:
         if samples is not None:
-            options = {"max_tokens": max_tokens(flags), "stop": stop, "logprobs": logprobs, **sampling}
+            options = {"max_tokens": max_tokens(flags), "stop": stop, "logprobs": logprobs, **sampling, **constraint}
             _show_samples(engine, text, (samples, first), cast("RequestOptions", options), as_json, quiet)
             return
         bar = ProgressBar("reading the prompt")
         with warnings_as_notes():  # of a begin token that is there twice
+            request: ChoiceOptions = {**sampling, **constraint}
             stream = engine.stream(
-                text, max_tokens=max_tokens(flags), stop=stop, progress=bar, logprobs=logprobs, **sampling
+                text, max_tokens=max_tokens(flags), stop=stop, progress=bar, logprobs=logprobs, **request
             )
         completion = write_answer(engine, stream, Writer.to_stdout(silent=as_json), bar)
         finish_one_shot(engine, completion, as_json, quiet)

@@ -31,11 +31,13 @@ _SAMPLING = (
     *("penalty_last_n", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
     *("dry_sequence_breakers", "logit_bias", "loop_guard"),
 )
+_CONSTRAINTS = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex", "choices")
 _ASKED = {
     "Model": _MODEL,
     "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
     "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
+    "What an answer may be": _CONSTRAINTS,
     "Memory": (*_MEMORY, *_EXPERTS),
     "Speculation": _SPECULATION,
 }

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgeinfer.cli.answering import note_calls, short_figures, stats_lines, write_answer
+from edgeinfer.cli.constraints import constraint_given
 from edgeinfer.cli.line_editor import line_editor, unquoted
 from edgeinfer.cli.markdown import answer_writer
 from edgeinfer.cli.model_names import shown_name
@@ -60,8 +61,9 @@ class Repl:
         self._flags = flags
         self._context = click.get_current_context()
         self._settings = Settings(self._context, flags)
+        self._constraint = constraint_given(flags)
         self._show_reasoning = bool(flags["show_reasoning"])
-        self._writer = answer_writer(sys.stdout, is_plain=flags["plain"])
+        self._writer = answer_writer(sys.stdout, is_plain=flags["plain"] or bool(self._constraint))
         self._last: Completion | None = None
         self._n_regenerated = 0
         self._unsent: str | None = None  # a message for which the context has no room
@@ -188,8 +190,8 @@ class Repl:
             bar = ProgressBar("reading the prompt")
             settings = self._settings
             with warnings_as_notes():
-                answer = ask(max_tokens=settings.max_tokens, stop=settings.stop, params=params, progress=bar)
-                self._show(answer, bar)
+                limits = {"max_tokens": settings.max_tokens, "stop": settings.stop}
+                self._show(ask(**limits, params=params, progress=bar, **self._constraint), bar)
 
         try:
             show()
@@ -204,6 +206,8 @@ class Repl:
         completion = write_answer(self.engine, answer, self._writer, bar, thinking)
         self._last = completion
         note_calls(completion)
+        if completion.parse_error is not None:
+            note(completion.parse_error)
         if completion.finish_reason == "interrupted":
             note("stopped; what there is of the answer is kept" if answer.is_kept else "stopped; nothing is kept")
         elif completion.finish_reason == "length":

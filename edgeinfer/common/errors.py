@@ -28,6 +28,10 @@ class InvalidArgument(EdgeInferError, ValueError):
     exit_code = 2
 
 
+class InvalidConstraint(InvalidArgument):
+    """A schema, regular expression or grammar is wrong, has a part that is not supported, or takes too much to read."""
+
+
 class ShapeError(InvalidArgument):
     """An array has the wrong shape, type or range of values."""
 
@@ -155,6 +159,10 @@ class NumericalError(EdgeInferError):
     """The logits are not numbers: the file is damaged or its hyper-parameters are wrong."""
 
     exit_code = 3
+
+
+class ConstraintError(EdgeInferError):
+    """What may follow a text cannot be told within the limits of time and memory; the grammar is too complex there."""
 
 
 class SimulationError(EdgeInferError):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from edgeinfer.common.types import Logits
 from edgeinfer.sampling import SamplingParams
+from edgeinfer.speculation.drafters.base import Following
 from edgeinfer.speculation.verify import Draw
 
 
@@ -22,6 +23,9 @@ class Request:
     # called with each token and the logits (n_vocab,) that it was drawn from, None for nobody
     note: Callable[[Logits, int], None] | None = None
     forget: Callable[[int], None] | None = None  # called with a number of tokens: what was noted after them is void
+    # constraint, free_draw: see DraftedText
+    constraint: Following | None = None
+    free_draw: Draw | None = None
     wants_progress: bool = False  # its reader is told how much of the prompt is read
     priority: int = 0  # a text with a higher one comes first
     deadline: float | None = None  # of time.monotonic, when the text ends as it is; None for never

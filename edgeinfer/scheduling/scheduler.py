@@ -401,6 +401,8 @@ class Scheduler:
             is_plain=request.is_plain,
             params=request.params,
             note=request.note,
+            constraint=request.constraint,
+            free_draw=request.free_draw,
             stats=sequence.stats,
             place=sequence.place,
         )

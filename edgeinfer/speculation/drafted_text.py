@@ -9,7 +9,7 @@ from edgeinfer.backends.base import Session
 from edgeinfer.common.types import Logits
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.drafter_state import DrafterState
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.base import Context, Following
 from edgeinfer.speculation.policy import Proposal, VerifyTree
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.verify import Draw
@@ -31,6 +31,9 @@ class DraftedText:
     params: SamplingParams | None = None
     # called with each token and the logits that it was drawn from, None for nobody
     note: Callable[[Logits, int], None] | None = None
+    # constraint, free_draw: what may follow, and the sampler without that, for drafters; None where anything may follow
+    constraint: Following | None = None
+    free_draw: Draw | None = None
     stats: StatsCounter = field(default_factory=StatsCounter)
     # set by Speculator.begin:
     place: int = 0  # among the texts that run; only the first has drafters with a model

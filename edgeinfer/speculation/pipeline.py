@@ -18,6 +18,8 @@ from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
 from edgeinfer.speculation.drafted_text import DraftedText, Step
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter, SharedDrafter
+from edgeinfer.speculation.drafters.forced import NAME as FORCED
+from edgeinfer.speculation.drafters.forced import allowed_part, forced_draft
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
@@ -92,6 +94,7 @@ class Speculator:
         self._padding = PassPadding()
         self._preemptions = Preemptions()
         self._payoffs: dict[int, Payoff] = {}  # by number of texts in a pass
+        self._forced = AcceptanceTable()  # of the drafts of constraints
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
 
@@ -178,8 +181,14 @@ class Speculator:
             self._replace_lost(stats)
         text.states = self._states_of(text.place)
         before = text.tokens if logits is None else text.tokens[:-1]
-        context = Context(list(before), text.draw, text.is_greedy, is_plain=text.is_plain, params=text.params)
-        text.context = context
+        context = text.context = Context(
+            list(before),
+            text.free_draw or text.draw,
+            text.is_greedy,
+            is_plain=text.is_plain,
+            params=text.params,
+            constraint=text.constraint,
+        )
         verify_ms = self.costs.milliseconds(text.session.n_past)
         for state in text.states:
             state.is_dropped = state.drafter.name in stats.dropped
@@ -396,6 +405,10 @@ class Speculator:
             if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, text, max_nodes, proposals)
+        self._forced.min_probability = min_probability
+        forced = forced_draft(text.context, self._forced, max_nodes)
+        if forced.tokens:
+            proposals.append(Proposal(FORCED, forced, self._forced))
         proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
         return proposals
 
@@ -485,6 +498,7 @@ class Speculator:
         text.context.acceptance = state.table
         with state.guarded(text.stats):
             tree = checked(state.drafter.propose(text.context, max_nodes), self._n_vocab, max_nodes)
+            tree = allowed_part(text.context, tree)
             if tree.tokens:
                 proposals.append(Proposal(state.drafter.name, tree, state.table))
 

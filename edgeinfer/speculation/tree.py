@@ -34,6 +34,17 @@ def no_draft() -> DraftTree:
     return DraftTree([], [], [], [])
 
 
+def part_of(tree: DraftTree, nodes: Sequence[int]) -> DraftTree:
+    """Some nodes of a tree, in their order, among them the parents of all of them."""
+    place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
+    return DraftTree(
+        [tree.tokens[node] for node in nodes],
+        [place[tree.parents[node]] for node in nodes],
+        [tree.p[node] for node in nodes],
+        [tree.buckets[node] for node in nodes],
+    )
+
+
 def checked(tree: DraftTree, n_vocab: int, limit: int) -> DraftTree:
     """The tree as lists of Python numbers. Raises ShapeError unless it has at most limit nodes, all of them valid."""
     tokens, parents, buckets = (

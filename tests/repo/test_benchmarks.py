@@ -64,7 +64,7 @@ OPTIONAL = (
         "matplotlib",
     ),
     *("pyopencl", "MNN", "executorch", "litert_lm", "litert_lm_builder", "ai_edge_litert", "flatbuffers", "hls4ml"),
-    *("pyosys", "safetensors", "pytest", "hypothesis", "matplotlib"),
+    *("pyosys", "safetensors", "pytest", "hypothesis", "matplotlib", "llguidance", "jsonschema"),
 )
 SCRIPTS = [path for path in BENCHMARKS if '__name__ == "__main__"' in path.read_text()]
 _WITHOUT = f"""

@@ -1,6 +1,7 @@
 """What the documentation says is so: links lead somewhere, examples run, lists are complete."""
 
 import dataclasses
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import click
 import pytest
 from commands import commands
+from parts import missing
 
 import edgeinfer
 from edgeinfer.cli.chat import chat
@@ -67,10 +69,12 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/structured-output.md"])
 def test_the_examples_of_a_page_run(
     page: str, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "structured" in page and importlib.util.find_spec("llguidance") is None:
+        missing("grammar", "llguidance is not installed: pip install 'edgeinfer[grammar]'")
     load, files = edgeinfer.load, {"model.gguf": default_model, "small.gguf": default_model}
 
     def load_default(path: str | None = None, **options: Any) -> edgeinfer.Engine:

@@ -18,6 +18,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "wheels": (("auditwheel",), ("c++", "cmake", "patchelf")),
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
+    "grammar": (("llguidance", "jsonschema", "pydantic"), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
     "genai": (("onnx", "onnxruntime_genai"), ()),
     "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -31,6 +31,18 @@ class AcceptanceModel(Protocol):
         ...
 
 
+class Following(Protocol):
+    """What may follow the text of a request that has a constraint: edgeinfer.constraints.constraint.ConstraintState."""
+
+    def likely(self, text: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """What will probably follow a text: each token with the number of those that may stand in its place."""
+        ...
+
+    def kept(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """The nodes of a draft tree after a text that may follow, each with its parent."""
+        ...
+
+
 @dataclass(slots=True)
 class Context:
     """A request, as a drafter sees it."""
@@ -43,6 +55,7 @@ class Context:
     is_plain: bool = False  # the target takes the largest logit, without penalties
     params: SamplingParams | None = None  # how the target chooses, where that is known
     is_over: bool = False  # no more of the text comes
+    constraint: Following | None = None  # None where anything may follow
 
 
 def held_by(use: MemoryUse) -> dict[str, int]:

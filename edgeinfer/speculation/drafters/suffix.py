@@ -218,7 +218,11 @@ class SuffixDrafter(HoldingDrafter, SharedDrafter):
         other = self._other_follower(tokens[:1]) if followers == _SEVERAL else None
         if other is not None:
             others = _without_banned([other], foresight)
-            chains.add(others, _of_tokens(_OTHER + match_class, others, foresight), [(_OTHER_FIRST, _OTHER_FIRST)])
+            chains.add(
+                others,
+                _of_tokens(_OTHER + match_class, others, foresight),
+                [(_OTHER_FIRST, _OTHER_FIRST)] * len(others),
+            )
 
     def observe(self, context: Context, n_new: int, rows: Sequence[Logits]) -> None:
         """See Drafter. The text is added when a draft is requested."""
