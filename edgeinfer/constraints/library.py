@@ -24,6 +24,7 @@ _JSON_OPTIONS = {
     "lenient": False,
 }
 STACK_BYTES = 8 << 20  # of a thread that reads grammars: thousands of properties take megabytes
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)", re.DOTALL)  # in GBNF
 _LONGEST = 300  # characters of a message
 _LEXER_STATES = 50_000  # of a grammar, 1 to 2 kB each; the other limits of the library bound a mask to some 20 ms
 
@@ -54,11 +55,20 @@ def grammar_of(form: Form, source: str) -> str:
 
 
 def _lark_of(source: str) -> str:
+    """Lark of GBNF; in it words are as long as they can be, which is not so in GBNF. Raises InvalidConstraint."""
     converter = importlib.import_module("llguidance.gbnf_to_lark")
     try:
-        return str(converter.gbnf_to_lark(source))
+        return str(converter.gbnf_to_lark(_ESCAPE.sub(_plain_escape, source)))
     except Exception as error:  # it raises Exception itself
         raise InvalidConstraint(one_line(error)) from None
+
+
+def _plain_escape(escape: re.Match[str]) -> str:
+    r"""\u0041 and \U0001F600 as the converter reads them right: \xHH, or the character itself."""
+    if escape[1][0] not in "uU" or len(escape[1]) == 1:
+        return escape[0]
+    code = int(escape[1][1:], 16)
+    return f"\\x{code:02x}" if code < 128 else chr(code)
 
 
 def problem_of(grammar: str) -> str:

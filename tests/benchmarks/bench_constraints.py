@@ -25,10 +25,12 @@ from machine import machine
 
 import edgeinfer
 from edgeinfer.common.errors import InvalidConstraint
-from edgeinfer.constraints.library import grammar_of, open_library, open_matcher, open_vocabulary, problem_of
+from edgeinfer.constraints.library import grammar_of, open_library, open_matcher, problem_of
 from edgeinfer.constraints.options import wanted_of
 
-_END = 256
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from byte_masks import byte_vocabulary, lets_through  # noqa: E402
 
 
 def main() -> None:
@@ -101,27 +103,10 @@ def judged(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return counts | {"instances": instances, "let through": wrong, "valid, refused": missed}
 
 
-def byte_vocabulary() -> Any:
-    """The 256 bytes and an end."""
-    tokens = [bytes([byte]) for byte in range(256)]
-    return open_vocabulary([*tokens, b"<end>"], [_END], [_END], lambda text: list(text.encode()))
-
-
 def reasons_of(problem: str) -> list[str]:
     """Short reasons why a schema is refused: a keyword each, or the message."""
     keys = re.search(r"Unimplemented keys: (\[.*?\])", problem)
     return json.loads(keys[1]) if keys else [re.sub(r"'[^']*'|\d+|: .*", "...", problem)[:70]]
-
-
-def lets_through(matcher: Any, text: str) -> bool:
-    """Whether each byte of a text, and its end, is in the mask of its place."""
-    for byte in [*text.encode(errors="surrogatepass"), _END]:
-        bits = matcher.compute_bitmask()
-        if not bits[byte >> 3] >> (byte & 7) & 1:
-            return False
-        if byte != _END and not matcher.consume_token(byte):
-            return False
-    return True
 
 
 def texts_of(value: Any, schema: Any) -> Iterator[str]:

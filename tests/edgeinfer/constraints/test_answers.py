@@ -2,7 +2,6 @@
 
 import json
 
-import pydantic
 import pytest
 from constrained import OPTIONS, PERSON, check_answer, check_masks
 from drafting import PROMPT, FixedCosts
@@ -74,26 +73,6 @@ def test_an_answer_that_ends_with_the_last_token_has_a_value(engine):
 def test_a_number_that_may_go_on_has_no_value_where_it_is_cut(engine):
     cut = engine.generate(PROMPT, temperature=0, regex=r"\d{2,9}", max_tokens=2)
     assert cut.finish_reason == "length" and cut.parsed is None
-
-
-class Person(pydantic.BaseModel):
-    name: str = pydantic.Field(max_length=5)
-    age: int = pydantic.Field(ge=0, le=9)
-
-    @pydantic.field_validator("age")
-    @classmethod
-    def is_even(cls, value):
-        if value % 2:
-            raise ValueError("an odd age")
-        return value
-
-
-def test_a_pydantic_model_gives_its_objects_or_says_what_it_refuses(engine):
-    even, odd = (engine.generate(PROMPT, temperature=0, schema=Person, logit_bias={ord(digit): 30.0}) for digit in "45")
-    value = json.loads(even.text)
-    assert set(value) == {"name", "age"}  # properties that the model does not have are not written
-    assert even.parsed == Person(**value) and value["age"] == 4
-    assert json.loads(odd.text)["age"] == 5 and odd.parsed is None and "an odd age" in odd.parse_error
 
 
 def test_schema_may_be_json_text_and_json_is_any_object(engine):
