@@ -36,6 +36,11 @@ class Places:
         self._n_taken = 0
 
     @property
+    def has_several(self) -> bool:
+        """Whether more than one text has had a place, so that memory may be short."""
+        return len(self._places) > 1
+
+    @property
     def has_free(self) -> bool:
         """Whether one more text may run."""
         return len(self._places) < self.n or any(place.sequence is None for place in self._places)

@@ -261,10 +261,11 @@ class Scheduler:
     def _choose(self, running: list[Sequence]) -> _Pass:
         """The rows of the next pass: one of each text that decodes, drafts, pieces of prompts."""
         chosen = _Pass()
-        chosen.decoding = [sequence for sequence in running if sequence.is_decoding][: self._n_batch]
-        reading = [sequence for sequence in running if not sequence.is_decoding]
+        reading: list[Sequence] = []
+        for sequence in running:
+            (chosen.decoding if sequence.is_decoding else reading).append(sequence)
         room = self._n_batch - len(chosen.decoding)
-        if reading and room:
+        if reading and room > 0:
             now = time.monotonic()
             reading.sort(key=lambda each: each.n_to_read - 1e3 * _AGEING * (now - each.since))
             budget = self.pace.piece(len(chosen.decoding), room)
@@ -275,7 +276,8 @@ class Scheduler:
                 budget -= n
                 taps = self._taps_of(sequence)
                 chosen.reading.append((sequence, sequence.reading_rows(n, taps)))
-        self._make_room(chosen)
+        if self._places.has_several:
+            self._make_room(chosen)
         for sequence in chosen.decoding:
             if sequence.drafted is None:  # it was put aside, and goes on
                 self._begin_drafts(sequence, None)
