@@ -153,7 +153,8 @@ def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of tokens at the start in which two sequences agree.
 
-    Most differ in the first tokens, and the others in the last ones: slices of growing length are compared, then halved.
+    Most differ in the first tokens, and the others in the last ones: slices of growing length are compared, then
+    halved.
     """
     if not (type(a) is type(b) is list):
         a, b = list(a), list(b)

@@ -97,10 +97,8 @@ class NativeSequence(OfOneProcess):
     @property
     def held(self) -> tuple[_core.SequenceState, list[int]] | None:
         """The state, and the tokens that are committed; None once this session is closed."""
-        if self._state is None:
-            return None
-        del self._sequence[self._state.n_past :]
-        return self._state, self._sequence
+        state = self._state
+        return None if state is None else (state, self._sequence[: state.n_past])
 
     def has_room(self, n_slots: int) -> bool:
         """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.

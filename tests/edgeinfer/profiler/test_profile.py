@@ -226,12 +226,12 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
     assert [of.n_past for of in checked.speeds if of.unit == "tokens/s"] == [40, 56]
 
 
-@pytest.mark.parametrize("more", [{"parallel": 4}, {"cache_ram": "256KiB"}])
+@pytest.mark.parametrize("more", [{"parallel": 4}, {"parallel": 1, "cache_ram": "256KiB"}])
 def test_the_check_fills_the_cache_of_several_texts(more, tiny):
     found = edgeinfer.profile(tiny, n_ctx=256, draft="none", check=True, **more)
     ledger = found.verification.ledger
     taken = {item.purpose: item.taken for item in ledger.items}
-    one = edgeinfer.profile(tiny, n_ctx=256, draft="none").ledger
+    one = edgeinfer.profile(tiny, n_ctx=256, draft="none", parallel=1).ledger
     assert taken["KV cache"] == found.ledger.of("KV cache") > one.of("KV cache")
     assert ledger.peak_taken <= 1.05 * ledger.peak
 
@@ -243,13 +243,13 @@ def test_several_texts_are_planned_and_said(tiny):
         items = json.loads(output.stdout)["ledger"]["items"]
         return next(item["planned"] for item in items if item["purpose"] == "KV cache")
 
-    one = kv_cache()
+    one = kv_cache("-np", 1)
     assert [kv_cache("-np", n) for n in (1, 4, 8)] == [
         one,
         one * 5 // 2,
         one * 9 // 2,
     ]  # two segments, and one for each
-    assert one < kv_cache("--cache-ram", "100KiB") <= one + (100 << 10)
+    assert one < kv_cache("-np", 1, "--cache-ram", "100KiB") <= one + (100 << 10)
     found = edgeinfer.profile(tiny, fit="1GiB", n_ctx=64, draft="none", parallel=3, cache_ram="1MiB")
     text = "\n".join(profile_lines(found))
     assert "n_ctx 64, 3 texts at once" in text and "-np 3 --cache-ram 1048576B" in text
