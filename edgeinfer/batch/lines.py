@@ -195,7 +195,7 @@ def _message(given: object, place: str) -> Message:
 
 def _text_of(content: object, place: str) -> str:
     """The text of a message: itself, or parts that are texts."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
         part["text"]
         for part in parts

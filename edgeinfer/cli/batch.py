@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
@@ -154,7 +154,14 @@ def _notes_once() -> Iterator[None]:
     """Warnings within become notes when they come, each once."""
     told: set[str] = set()
 
-    def tell(message: Warning | str, *details: Any) -> None:
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if str(message) not in told and len(told) < 100:
             told.add(str(message))
             note(str(message))
