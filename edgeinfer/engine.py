@@ -283,16 +283,9 @@ class Engine(OfOneProcess):
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
         limit = min(_most_tokens(max_tokens), room)
-        if params is None:
-            params = self.default_params
-        elif not isinstance(params, SamplingParams):
-            raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
         constraint_options, sampling = split_options(options)
         wanted = wanted_of(constraint_options)
-        chosen = params.changed(sampling).with_seed()
-        if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
-            n_vocab = self.tokenizer.n_vocab
-            raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
+        chosen = self._chosen_params(params, sampling)
         constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
@@ -465,6 +458,18 @@ class Engine(OfOneProcess):
         self.close()
 
     # ---- A request ---------------------------------------------------------------------------------------------------
+
+    def _chosen_params(self, params: object, sampling: SamplingOptions) -> SamplingParams:
+        """What a request asks for, with a seed. Raises InvalidArgument."""
+        if params is None:
+            params = self.default_params
+        elif not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
+        chosen = params.changed(sampling).with_seed()
+        if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
+            n_vocab = self.tokenizer.n_vocab
+            raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
+        return chosen
 
     def _request(
         self,
