@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,12 +92,9 @@ def _further_positions(config: _core.DecoderConfig, settings: LoadSettings, n_ne
     """Positions, in whole segments, that cache_ram has room for beyond those that are needed."""
     if not (room := settings.cache_ram_bytes):
         return 0
-    needed = _bytes_of(config, settings, n_needed)
-    each = max(1, _bytes_of(config, settings, n_needed + SEGMENT) - needed)  # the most: windows bring less
-    n_segments = min(room // each + 1, (MAX_INT32 - n_needed) // SEGMENT)
-    while n_segments and _bytes_of(config, settings, n_needed + SEGMENT * n_segments) - needed > room:
-        n_segments -= 1
-    return SEGMENT * n_segments
+    most = _bytes_of(config, settings, n_needed) + room
+    numbers = range(1, (MAX_INT32 - n_needed) // SEGMENT)  # of segments
+    return SEGMENT * bisect_right(numbers, most, key=lambda n: _bytes_of(config, settings, n_needed + SEGMENT * n))
 
 
 def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: int) -> int:

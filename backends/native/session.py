@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
 
 
-class NativeSequence(OfOneProcess):
+class NativeSequence(OfOneProcess, ABC):
     """The common part of sessions of models and of draft heads."""
 
     def __init__(self, decoder: NativeDecoder, n_ctx: int, pool: SharedPool) -> None:
@@ -97,10 +98,8 @@ class NativeSequence(OfOneProcess):
     @property
     def held(self) -> tuple[_core.SequenceState, list[int]] | None:
         """The state, and the tokens that are committed; None once this session is closed."""
-        if self._state is None:
-            return None
-        del self._sequence[self._state.n_past :]
-        return self._state, self._sequence
+        state = self._state
+        return None if state is None else (state, self._sequence[: state.n_past])
 
     def has_room(self, n_slots: int) -> bool:
         """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
@@ -171,9 +170,9 @@ class NativeSequence(OfOneProcess):
         tapped = np.empty((len(taps), len(few), n_embd), dtype=np.float32) if taps else None
         return self._open(), few, parents, self._parents[:n_pending], logits == "all", taps, tapped, features
 
+    @abstractmethod
     def lists_of(self, rows: Rows) -> Listed | None:
         """See `listed`."""
-        raise NotImplementedError
 
     def begin(self) -> list[int]:
         """Drop all pending rows: a pass begins that may fail. Gives what `go_back` takes where it did not begin."""

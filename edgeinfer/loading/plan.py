@@ -215,7 +215,7 @@ class _Load:
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
         steps = tuple(_steps(self._target, self._choice, self._requested, settings))
-        if self._options.parallel is not None and settings.n_texts < self._options.parallel:
+        if self._options.parallel is not None and settings.n_texts < self._requested.n_texts:
             steps = (f"{settings.n_texts} texts at once rather than {self._options.parallel}", *steps)
         dropped = {} if self._choice is None else self._choice.dropped
         return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._requested, settings, steps, dropped)
@@ -224,10 +224,11 @@ class _Load:
     def _reducible(self) -> Sequence[ReducibleSetting]:
         """The settings that can be reduced, the least useful first."""
         target, choice = self._target, self._choice
-        reducible: list[ReducibleSetting] = [fewer_texts(target.requested.n_texts)]
+        reducible: list[ReducibleSetting] = []
         if n_bytes := target.requested.cache_ram_bytes:
             values = (target.requested.cache_ram, *(n_bytes >> i for i in range(1, _HALVINGS)), None)
             reducible.append(SteppedSetting("cache_ram", values))
+        reducible.append(fewer_texts(target.requested.n_texts))
         if choice is not None:
             reducible += [
                 SteppedSetting("tables", choice.table_steps(target.requested.n_ctx)),

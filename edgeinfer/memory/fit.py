@@ -1,6 +1,6 @@
 """Fits the settings of a load into a limit of memory: reduces some, in a fixed order. Pure: plans are numbers.
 
-The least useful is reduced first: fewer texts run at once, what is kept of finished ones, draft tables shrink, a draft
+The least useful is reduced first: less is kept of finished texts, fewer texts run at once, draft tables shrink, a draft
 model or a head is left out, the expert cache shrinks, and last the batch. None of them changes the output. Once the
 plan fits, what was reduced before the last step grows again as far as there is room. What a caller would notice, such
 as a shorter context or a smaller cache type, is only proposed or listed.

@@ -60,9 +60,6 @@ def _proposals(file: FileSizes, settings: S, fitting: Fitting[S], ledger: Ledger
     """What would fit, one change at a time."""
     if n_ctx := largest_n_ctx(settings, fitting):
         yield f"n_ctx {n_ctx} fits (-c {n_ctx})"
-    fewer = range(settings.n_texts - 1, 0, -1)
-    if (parallel := next((n for n in fewer if fitting.fits(replace(settings, parallel=n))), None)) is not None:
-        yield f"{parallel} texts at once fit (-np {parallel})" if parallel > 1 else "one text at a time fits (-np 1)"
     if (cache_type := _fitting_cache_type(settings, fitting)) is not None:
         yield f"--cache-type {cache_type} fits, which changes the text"
     if ledger is not None and (n_bytes := largest_file(file, ledger, fitting.limit)):

@@ -1,6 +1,7 @@
 #include "kv/sequence_pool.h"
 
 #include <algorithm>
+#include <functional>
 
 #include "kv/sequence_state.h"
 
@@ -144,7 +145,7 @@ void SequencePool::reserve(std::span<const Want> wants) {
     // The pools, each once, always in the same order.
     std::vector<SequencePool*> pools;
     for (const Want& want : wants) pools.push_back(want.state->pool_.get());
-    std::sort(pools.begin(), pools.end());
+    std::sort(pools.begin(), pools.end(), std::less<>());
     pools.erase(std::unique(pools.begin(), pools.end()), pools.end());
     std::vector<std::unique_lock<std::mutex>> locks;
     struct Claimed {

@@ -26,11 +26,14 @@ void SequenceState::commit(const int32_t* path, int n) {
     n_slots_ = n_past_ += n;
 }
 
-int SequenceState::reach(int n_past) const { return SequencePool::reach(states_, n_past); }
+int SequenceState::reach(int n_past) const {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    return reach_locked(n_past);
+}
 
 int SequenceState::truncate(int n_past) {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
-    n_slots_ = n_past_ = reach(n_past);
+    n_slots_ = n_past_ = reach_locked(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
     return n_past_;
 }
@@ -71,7 +74,7 @@ int SequenceState::resume(int number, int n_past) {
 int SequenceState::share(const SequenceState& other, int n_past) {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
     if (&other == this || other.pool_ != pool_) throw std::invalid_argument("not another sequence of the pool");
-    n_slots_ = n_past_ = other.reach(std::min(n_past, other.n_past_));
+    n_slots_ = n_past_ = other.reach_locked(std::min(n_past, other.n_past_));
     for (size_t i = 0; i < states_.size(); i++) states_[i]->share(*other.states_[i], n_past_);
     return n_past_;
 }

@@ -61,6 +61,7 @@ private:
         int index;  // of the layer among those of the state
     };
 
+    int reach_locked(int n_past) const { return SequencePool::reach(states_, n_past); }
     void clear();
 
     std::shared_ptr<SequencePool> pool_;

@@ -12,10 +12,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from exactness import branch_to, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_heads import write_tiny_head
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.backends.base import PooledModel, Rows, run_sequence
+from edgeinfer.backends.checks import common_length
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, load_head, plan_head
 from edgeinfer.common.errors import CacheFull, EdgeInferError, InvalidArgument
 from edgeinfer.common.settings import CacheType, LoadSettings
@@ -202,6 +205,13 @@ def test_whatever_is_done_each_text_has_its_bits(
     use = walks[0].sessions[0].memory()
     assert use.kv_cache <= planned(path, n_ctx, parallel=parallel, cache_type=cache_type)[0]
     assert (use.windows > 0) == (architecture != "llama")
+
+
+@given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))
+def test_the_common_length_is_that_of_tokens_one_by_one(a: list[int], b: list[int], n: int) -> None:
+    b = a[:n] + b
+    expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_length(a, b) == common_length(b, a) == common_length(tuple(a), b) == expected
 
 
 # ---- what is shared --------------------------------------------------------------------------------------------------

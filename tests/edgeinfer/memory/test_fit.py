@@ -130,18 +130,6 @@ def test_what_does_not_help_is_not_proposed() -> None:
     assert "no n_ctx fits" in refused(LEAST - 1000) and "in a file of at most" not in refused(LEAST - 1000)
 
 
-def test_fewer_texts_at_once_are_proposed() -> None:
-    def of_texts(settings: FitSettings) -> Ledger:
-        ledger = ledger_of(settings)
-        return replace(ledger, items=(*ledger.items, Item("window", 50 * settings.parallel)))
-
-    several = replace(least_settings(REQUESTED, REDUCIBLE), parallel=4)
-    for limit, said in ((LEAST + 199, "3 texts at once fit (-np 3)"), (LEAST + 99, "one text at a time fits (-np 1)")):
-        assert said in str(refusal(FILE, several, Fitting(of_texts, limit), Limit(limit, limit)))
-    limit = LEAST + 49
-    assert "-np" not in str(refusal(FILE, several, Fitting(of_texts, limit), Limit(limit, limit)))
-
-
 @pytest.mark.parametrize("limit, n_ctx", [(LEAST - 991, 0), (LEAST - 990, 1), (LEAST - 370, 63), (LEAST - 1, 64)])
 def test_the_largest_n_ctx_keeps_to_the_limit(limit: int, n_ctx: int) -> None:
     assert largest_n_ctx(least_settings(REQUESTED, REDUCIBLE), Fitting(ledger_of, limit)) == n_ctx

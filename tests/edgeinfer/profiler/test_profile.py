@@ -226,7 +226,7 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
     assert [of.n_past for of in checked.speeds if of.unit == "tokens/s"] == [40, 56]
 
 
-@pytest.mark.parametrize("more", [{"parallel": 4}, {"cache_ram": "256KiB"}])
+@pytest.mark.parametrize("more", [{"parallel": 4}, {"parallel": 1, "cache_ram": "256KiB"}])
 def test_the_check_fills_the_cache_of_several_texts(more, tiny):
     found = edgeinfer.profile(tiny, n_ctx=256, draft="none", check=True, **more)
     ledger = found.verification.ledger
