@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
 from edgeinfer.common.arguments import shown
 from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.constraints.options import ConstraintOptions, Schema
 from edgeinfer.message import Message
 from edgeinfer.sampling import SamplingOptions, SamplingParams
 from edgeinfer.stream import RequestOptions
@@ -35,7 +36,6 @@ _ONLY: Mapping[str, tuple[object, ...]] = {  # options of which only these value
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 
@@ -158,12 +158,29 @@ def _options(given: Mapping[str, Any]) -> RequestOptions:
             # == alone takes false for 0 and true for 1
             if not any(value == known and type(value) is type(known) for known in _ONLY[name]):
                 raise InvalidArgument(f"{name} {shown(value)} is not supported")
-        elif name in (*SamplingOptions.__annotations__, "stop"):
+        elif name in (*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__, "stop"):
             options[name] = value
+        elif name == "response_format":
+            options |= _constraint_of(value)
         elif name not in (*_IGNORED, *_LIMITS):
             raise InvalidArgument(_no_such(name))
     limit = next((given[name] for name in _LIMITS if name in given), None)
     return cast(RequestOptions, options if limit is None else options | {"max_tokens": limit})
+
+
+def _constraint_of(format: object) -> ConstraintOptions:
+    """What OpenAI's response_format says. Raises InvalidArgument."""
+    kind = format.get("type") if isinstance(format, dict) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json": True}
+    described = format.get("json_schema") if kind == "json_schema" and isinstance(format, dict) else None
+    if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+        return {"schema": cast(Schema, described["schema"])}
+    raise InvalidArgument(
+        f"response_format must be text, json_object, or json_schema with a schema: found {shown(format)}"
+    )
 
 
 def _no_such(name: str) -> str:

@@ -28,6 +28,7 @@ def answered(name: Name, completion: Completion, model: str) -> dict[str, Any]:
                 if completion.tool_calls
                 else {}
             ),
+            **({} if completion.parse_error is None else {"parse_error": completion.parse_error}),
             "finish_reason": completion.finish_reason,
             "usage": dataclasses.asdict(completion.usage),
             "seed": completion.params.seed,

@@ -13,18 +13,20 @@ from edgeinfer.batch.output import Keys, Output
 from edgeinfer.batch.records import answered, as_line, failed
 from edgeinfer.common.errors import (
     CacheFull,
+    ConstraintError,
     ContextOverflow,
     EdgeInferError,
     InvalidArgument,
     NumericalError,
     TemplateError,
 )
+from edgeinfer.constraints.options import split_options
 from edgeinfer.engine import Engine
 from edgeinfer.many import as_they_end
 from edgeinfer.stream import RequestOptions, Stream
 
 # Errors of one line; all others end the run, which another one goes on with.
-_OF_A_LINE = (InvalidArgument, ContextOverflow, TemplateError, NumericalError, CacheFull)
+_OF_A_LINE = (InvalidArgument, ContextOverflow, TemplateError, NumericalError, CacheFull, ConstraintError)
 
 
 @dataclass
@@ -121,7 +123,10 @@ class Run:
 
     def _asked(self, asked: Asked) -> Stream:
         """The stream of a request."""
-        options = cast(RequestOptions, {**self._options, **asked.options})
+        constraint, others = split_options(self._options)
+        if not split_options(asked.options)[0]:  # what an answer may be is one thing, of the line or of the run
+            others |= constraint
+        options = cast(RequestOptions, {**others, **asked.options})
         if asked.messages is None:
             assert asked.prompt is not None
             return self._engine.stream(asked.prompt, **options)

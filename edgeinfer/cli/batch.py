@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, cast
 
 import click
 
+from edgeinfer.cli.constraints import constraint_given, constraint_options
 from edgeinfer.cli.endings import ended_by_signals
 from edgeinfer.cli.model_names import ModelCommand
 from edgeinfer.cli.options import (
@@ -51,6 +52,7 @@ _LINE_SECONDS = 10.0  # between lines about a run whose length is not known
 @model_options
 @backend_option
 @stop_option
+@constraint_options
 @sampling_options
 @quiet_option
 def batch(source: Path | None, out: Path, overwrite: bool, quiet: bool, **flags: Any) -> None:
@@ -60,7 +62,7 @@ def batch(source: Path | None, out: Path, overwrite: bool, quiet: bool, **flags:
     or {"messages": [...]} with options and an "id". Answers are appended to the output in the order in which they end.
     After Ctrl-C or a crash the same command goes on. A bad line has an error for an answer, and the exit code is 1.
     """
-    sampling_given(flags)  # refuses values out of range before a model is loaded
+    given = {**sampling_given(flags), **constraint_given(flags), "max_tokens": max_tokens(flags), "stop": flags["stop"]}
     if source is None:
         raise click.UsageError("Missing argument 'IN.jsonl'.")
     if source.suffix == ".gguf":
@@ -74,20 +76,19 @@ def batch(source: Path | None, out: Path, overwrite: bool, quiet: bool, **flags:
         progress = Progress()
         with ended_by_signals(lambda: _left(progress, output)):
             engine = opened.enter_context(open_engine(flags))
-            _answer(engine, file, output, progress, flags, quiet)
+            _answer(engine, file, output, progress, cast("RequestOptions", given), quiet)
     if progress.n_errors:
         click.get_current_context().exit(EdgeInferError.exit_code)
 
 
 def _answer(
-    engine: Engine, file: BinaryIO, output: Output | None, progress: Progress, flags: dict[str, Any], quiet: bool
+    engine: Engine, file: BinaryIO, output: Output | None, progress: Progress, options: RequestOptions, quiet: bool
 ) -> None:
     """Answer the lines of a file and say how it went."""
     from edgeinfer.batch.lines import read_lines
     from edgeinfer.batch.output import Keys
     from edgeinfer.batch.run import Run, survey
 
-    options = cast("RequestOptions", sampling_given(flags) | {"max_tokens": max_tokens(flags), "stop": flags["stop"]})
     keys = Keys({"model": engine.path.name, **options})
     if output is not None:
         progress.n_errors = output.n_errors

@@ -1,5 +1,6 @@
 """Batches of requests: what lines mean, what is written, and how a run goes on with another's output."""
 
+import importlib.util
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
+from parts import missing
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -44,6 +46,15 @@ def model(tmp_path_factory):
 def engine(request, model):
     with edgeinfer.load(model, backend=request.param, draft="none", parallel=4) as engine:
         engine.tokenizer.stop_ids = frozenset()  # a random model draws them at random
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def ending(model):
+    """An engine whose texts end as the model says, with what reads constraints."""
+    if importlib.util.find_spec("llguidance") is None:
+        missing("grammar", "llguidance is not installed")
+    with edgeinfer.load(model, draft="none") as engine:
         yield engine
 
 
@@ -181,6 +192,31 @@ def test_lines_are_read_as_they_are_needed(engine):
     assert progress.n_answered == 59 and n_most <= 2 * engine.scheduler.n_parallel
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choices": ["yes", "no"]},
+        {"schema": {"enum": ["yes", "no"]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}},
+    ],
+)
+def test_a_line_says_what_its_answer_may_be(ending, constraint):
+    (own, chat), progress = answers(
+        ending, [OWN | {"max_tokens": 9} | constraint, CHAT | {"body": CHAT["body"] | {"max_tokens": 9} | constraint}]
+    )
+    assert progress.n_errors == 0
+    assert own["text"].strip('"') in ("yes", "no") and own["finish_reason"] == "stop"
+    assert chat["response"]["body"]["choices"][0]["message"]["content"].strip('"') in ("yes", "no")
+
+
+def test_the_constraint_of_a_line_takes_the_place_of_the_runs(ending):
+    lines = [OWN | {"max_tokens": 9}, OWN | {"max_tokens": 9, "regex": "[ab]"}, OWN | {"schema": {"type": 3}}]
+    file, found = io.BytesIO(b"".join(json.dumps(each).encode() + b"\n" for each in lines)), {}
+    write = lambda line: found.update({json.loads(line)["id"]: json.loads(line)})  # noqa: E731
+    Run(ending, {"choices": ["yes"]}, write, Progress(), lambda: None).answer(read_lines(file), Keys({}), None)
+    assert (found[1]["text"], found[2]["text"] in "ab", found[3]["error"]["code"]) == ("yes", True, "InvalidConstraint")
+
+
 # ---- Lines -----------------------------------------------------------------------------------------------------------
 
 
@@ -192,6 +228,7 @@ def test_lines_are_read_as_they_are_needed(engine):
         ({"stop": ["a", "b"], "seed": 3}, {"stop": ["a", "b"], "seed": 3}),
         ({"logit_bias": {"3": -100}, "presence_penalty": 1.0}, {"logit_bias": {"3": -100}, "presence_penalty": 1.0}),
         ({"n": 1, "user": "me", "metadata": {}, "model": "m", "stream": True, "logprobs": False}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json": True}),
         ({"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"}, {}),
     ],
 )
@@ -218,6 +255,9 @@ def test_options_have_their_usual_names(given, expected):
         ({"prompt": "a", "n": 2}, "n 2 is not supported"),
         ({"prompt": "a", "n": True}, "n True is not supported"),
         ({"prompt": "a", "tools": [1]}, "tools .* is not supported"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format must be"),
+        ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format must be"),
+        ({"prompt": "a", "response_format": []}, "response_format must be"),
         ({"prompt": "a", "logprobs": 3}, "logprobs 3 is not supported"),
         ({"prompt": "a", "temprature": 1}, "temperature is what it is called"),
         ({"prompt": "a", "repetition_penalty": 1}, "repeat_penalty is what it is called"),
