@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import islice
 from string import ascii_uppercase
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, overload
 
 from edgeinfer.asynchronous import pieces_of
 from edgeinfer.backends.base import HasProcesses, Progress, Session
@@ -459,7 +459,7 @@ class Engine(OfOneProcess):
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
-    def _chosen_params(self, params: object, sampling: SamplingOptions) -> SamplingParams:
+    def _chosen_params(self, params: object, sampling: Mapping[str, Any]) -> SamplingParams:
         """What a request asks for, with a seed. Raises InvalidArgument."""
         if params is None:
             params = self.default_params
