@@ -82,7 +82,7 @@ def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
     Each further text may end within a segment of its own.
     """
     config = decoder_config(spec, settings.n_ctx, settings.n_batch)
-    n_needed = settings.n_ctx + SEGMENT * (settings.n_texts - 1)
+    n_needed = min(settings.n_ctx + SEGMENT * (settings.n_texts - 1), MAX_INT32)
     n_positions = n_needed + _further_positions(config, settings, n_needed)
     n_bytes = _bytes_of(config, settings, n_positions)
     return CacheSizes(n_positions, n_bytes, _window_bytes(spec, settings, n_positions))
