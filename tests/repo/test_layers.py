@@ -33,7 +33,8 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "backends",
         [
             {"backends.reference", "backends.reference_math", "backends.reference_attention"}
-            | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"},
+            | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"}
+            | {"backends.reference_recurrences"},
             {"backends.native"},
             {"backends.llama_cpp"},
             {"backends.opencl"},
