@@ -110,11 +110,9 @@ def write_tiny_hybrid(
     keys = {"context_length": n_ctx_train, **_keys(architecture, sizes, n_leading)}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
-    shapes = dict(_shapes(architecture, sizes, n_leading, tied or is_lfm2))
-    for name, shape in shapes.items():
-        _add(
-            writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types or {}), tied or is_lfm2, seed
-        )
+    tied = tied or is_lfm2
+    for name, shape in _shapes(architecture, sizes, n_leading, tied):
+        _add(writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types or {}), tied, seed)
     return written(writer, path)
 
 
