@@ -47,7 +47,7 @@ _LINE_SECONDS = 10.0  # between lines about a run whose length is not known
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @click.argument("source", metavar="IN.jsonl", type=FileName(), required=False)
-@out_option(OutputName(dir_okay=False), required=True, help="File of the answers, or - for standard output.")
+@out_option(OutputName(dir_okay=False), required=True, help="The file of the answers, or - for standard output.")
 @overwrite_option
 @model_options
 @backend_option
@@ -56,11 +56,12 @@ _LINE_SECONDS = 10.0  # between lines about a run whose length is not known
 @sampling_options
 @quiet_option
 def batch(source: Path | None, out: Path, overwrite: bool, quiet: bool, **flags: Any) -> None:
-    """Answer the requests of a file, several at once.
+    """Answer the requests of a file.
 
-    IN.jsonl, or - for standard input, has a JSON object a line: a request of OpenAI's batch files, or {"prompt": ...}
-    or {"messages": [...]} with options and an "id". Answers are appended to the output in the order in which they end.
-    After Ctrl-C or a crash the same command goes on. A bad line has an error for an answer, and the exit code is 1.
+    Several run at once. IN.jsonl, or - for standard input, has a JSON object a line: a request of OpenAI's batch files,
+    or {"prompt": ...} or {"messages": [...]} with options and an "id". Answers are appended to the output in the order
+    in which they end. After Ctrl-C or a crash the same command goes on. A bad line has an error for an answer, and the
+    exit code is 1.
     """
     given = {**sampling_given(flags), **constraint_given(flags), "max_tokens": max_tokens(flags), "stop": flags["stop"]}
     if source is None:

@@ -72,9 +72,9 @@ def generate(
     stop: tuple[str, ...],
     quiet: bool,
     as_json: bool,
-    samples: int | None,
-    first: int | None,
     logprobs: int | None,
+    samples: int | None = None,
+    first: int | None = None,
     **flags: Any,
 ) -> None:
     """Complete a text.

@@ -287,7 +287,7 @@ class Scheduler:
             speculator = self._speculator_of(chosen.decoding)
             alone = not chosen.reading and not chosen.plain
             chosen.verify = speculator.draft(drafting) if alone else speculator.plain(drafting)
-            if alone and len(drafting) > 1 and not self._places.has_room(_wants(chosen.verify)):
+            if alone and self._places.has_several and not self._places.has_room(_wants(chosen.verify)):
                 chosen.verify = speculator.plain(drafting)
         return chosen
 

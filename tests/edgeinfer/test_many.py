@@ -145,6 +145,16 @@ def test_a_cache_that_is_short_puts_texts_aside_and_changes_none(opened):
         assert each.tokens == expected.generate(prompt, max_tokens=170, seed=1).tokens
 
 
+def test_drafts_of_a_text_alone_take_the_room_of_texts_that_have_ended(opened):
+    engine = opened(n_ctx=128, parallel=4, draft=["suffix"])
+    engine.speculator.costs = FixedCosts()
+    prompt = "a b c d " * 8
+    expected = alone(opened, [prompt], max_tokens=90, **GREEDY)[0].tokens
+    list(engine.generate_many(PROMPTS[:4], max_tokens=100, seed=1))  # which the cache holds on to
+    for _ in range(3):
+        assert engine.generate(prompt, max_tokens=90, **GREEDY).tokens == expected
+
+
 def test_samples_are_what_their_seeds_give_alone(engine):
     samples = engine.generate(PROMPTS[3], n=6, max_tokens=20, seed=11)
     assert [each.params.seed for each in samples] == list(range(11, 17))
