@@ -16,6 +16,7 @@ from edgeinfer.constraints.beginning import Beginning, Place
 from edgeinfer.constraints.compiling import MAX_SECONDS, WORKER, in_time
 from edgeinfer.constraints.library import one_line, open_library, open_matcher
 from edgeinfer.constraints.mask import Mask
+from edgeinfer.constraints.matching import LookAhead, MatcherPath
 from edgeinfer.constraints.options import Wanted
 from edgeinfer.constraints.refusals import with_place
 from edgeinfer.constraints.values import value_of
@@ -144,7 +145,7 @@ class Constraint:
 
 
 class ConstraintState:
-    """A constraint along one text. Not thread-safe.
+    """A constraint along one text. Not thread-safe, but for `result`.
 
     All its answers are functions of the tokens of the text that it is asked about; texts may be asked about in any
     order, but one that continues the last one is the cheapest.
@@ -158,26 +159,17 @@ class ConstraintState:
         self._wanted = wanted
         self._n_prompt = n_prompt
         self._beginning = beginning
-        self._matcher = constraint.matcher()
-        self._consumed: list[int] = []
-        # The last text that drafts were wanted for, and masks by what follows it.
-        self._base: list[int] = []
-        self._known: dict[tuple[int, ...], Mask] = {}
+        self._path = MatcherPath(constraint)
+        self._ahead = LookAhead(self._path)
 
     def mask_at(self, text: Sequence[int]) -> Mask:
         """The tokens that may follow a text, prompt included. Raises ConstraintError where that cannot be told."""
         answer = list(text[self._n_prompt :])
-        if self._known and answer[: len(self._base)] == self._base:
-            known = self._known.get(tuple(answer[len(self._base) :]))
-            if known is not None:
-                return known
-        return self._mask(answer)
-
-    def _mask(self, answer: list[int]) -> Mask:
         start, also = self._place(answer)
         if start is None:
             return also or self._constraint.end_mask
-        mask = self._mask_after(answer[start:])
+        own = answer[start:]
+        mask = self._ahead.known(own) or self._path.mask(own)
         return mask if also is None else mask | also
 
     def draw(self, logits: Logits, text: Sequence[int], choose: Callable[[Logits], int]) -> int:
@@ -204,10 +196,10 @@ class ConstraintState:
         Where there is one it is certain; where there are few, it is the one that was drawn the last time. Ends before
         an end, and where many tokens may follow. Raises ConstraintError as `mask_at`.
         """
-        self._rebase(text)
+        is_settled = self._look_from(text)
         path: tuple[int, ...] = ()
-        while True:
-            mask = self._mask_ahead(path)
+        while is_settled or not path:
+            mask = self._ahead.mask(path) if is_settled else self.mask_at(text)
             token = self._constraint.habit(mask) if mask.only is None else mask.only
             if token is None or self._constraint.end_mask.allows(token):
                 return
@@ -217,28 +209,24 @@ class ConstraintState:
     def kept(self, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
         """The nodes of a draft tree after a text that may follow, each with its parent, in their order.
 
-        tokens, parents: as in DraftTree. Raises ConstraintError as `mask_at`.
+        tokens, parents: as in DraftTree. Where the constraint has not begun, all nodes after the first ones are kept.
+        Raises ConstraintError as `mask_at`.
         """
-        self._rebase(text)
-        paths: dict[int, tuple[int, ...]] = {-1: ()}  # of the nodes that are kept
-        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            path = paths.get(parent)
-            if path is not None and self._mask_ahead(path).allows(token):
-                paths[node] = (*path, token)
-        return list(paths)[1:]
-
-    def _rebase(self, text: Sequence[int]) -> None:
-        """Masks that are asked for ahead are after this text from now on."""
-        answer = list(text[self._n_prompt :])
-        if answer != self._base:
-            self._base, self._known = answer, {}
-
-    def _mask_ahead(self, path: tuple[int, ...]) -> Mask:
-        """The mask after some tokens that follow the base, kept for the draw."""
-        mask = self._known.get(path)
-        if mask is None:
-            mask = self._known[path] = self._mask([*self._base, *path])
-        return mask
+        is_settled = self._look_from(text)
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(parents):
+            children.setdefault(parent, []).append(node)
+        kept: list[int] = []
+        waiting: list[tuple[int, tuple[int, ...]]] = [(-1, ())]
+        while waiting:  # branch after branch, so that the matcher goes back as rarely as possible
+            above, path = waiting.pop()
+            nodes = children.get(above, [])
+            if nodes and (is_settled or not path):
+                mask = self._ahead.mask(path) if is_settled else self.mask_at(text)
+                nodes = [node for node in nodes if mask.allows(tokens[node])]
+            kept += nodes
+            waiting += [(node, (*path, tokens[node])) for node in reversed(nodes)]
+        return sorted(kept)
 
     def is_complete(self, text: Sequence[int]) -> bool:
         """Whether nothing but an end may follow a text. Raises ConstraintError as `mask_at`."""
@@ -250,53 +238,27 @@ class ConstraintState:
         answer: its tokens without the one that ended it.  reason: why it ended, as Completion has it.
         """
         why = _REASONS.get(reason, f"it ended ({reason})")
-        beginning = None if self._beginning is None else self._beginning.anew()
-        apart = ConstraintState(self._constraint, self._wanted, 0, beginning)
-        start, _ = apart._place(answer)
+        start = 0 if self._beginning is None else self._beginning.anew().place(answer).start
         if start is None:
             return None, f"the answer had not begun when {why}"
+        own, path = list(answer[start:]), MatcherPath(self._constraint)
         try:
-            mask = apart._mask_after(answer[start:])
+            mask = path.mask(own)
         except ConstraintError as error:
             return None, str(error)
-        is_whole = apart._matcher.is_accepting() if reason == "stop" else mask.is_within(self._constraint.end_mask)
+        is_whole = path.is_accepting if reason == "stop" else mask.is_within(self._constraint.end_mask)
         if not is_whole:
             return None, f"the answer was not complete when {why}"
-        return value_of(self._constraint.tokenizer.decode(answer[start:], skip_special=True), self._wanted)
+        return value_of(self._constraint.tokenizer.decode(own, skip_special=True), self._wanted)
 
     def _place(self, answer: Sequence[int]) -> Place:
         return Place(0) if self._beginning is None else self._beginning.place(answer)
 
-    def _mask_after(self, tokens: Sequence[int]) -> Mask:
-        """The tokens that may follow these, from where the constraint begins."""
-        if self._follows(tokens):
-            bits = self._matcher.compute_bitmask()
-            if not self._matcher.is_error():
-                return Mask(bits, self._constraint.n_vocab)
-        return self._mask_anew(tokens)
-
-    def _follows(self, tokens: Sequence[int]) -> bool:
-        """Bring the matcher to the end of these tokens; gives whether it got there."""
-        n_same = len(self._consumed)
-        if list(tokens[:n_same]) != self._consumed:
-            pairs = zip(tokens, self._consumed, strict=False)
-            n_same = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(tokens), n_same))
-            if not self._matcher.rollback(len(self._consumed) - n_same):
-                self._matcher, n_same = self._constraint.matcher(), 0
-        new = list(tokens[n_same:])
-        self._consumed = list(tokens)
-        return not new or bool(self._matcher.consume_tokens(new))
-
-    def _mask_anew(self, tokens: Sequence[int]) -> Mask:
-        """The same from a matcher that has seen nothing else, as its limits depend on what it has seen."""
-        self._matcher = self._constraint.new_matcher()
-        self._consumed = list(tokens)
-        for token in tokens:
-            self._matcher.compute_bitmask()
-            self._matcher.consume_token(token)
-        bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            message = one_line(self._matcher.get_error())
-            self._matcher, self._consumed = self._constraint.matcher(), []
-            raise ConstraintError(f"what may follow token {len(tokens)} of the answer cannot be told: {message}")
-        return Mask(bits, self._constraint.n_vocab)
+    def _look_from(self, text: Sequence[int]) -> bool:
+        """Look ahead from this text; gives whether the constraint has begun, so that all that follows belongs to it."""
+        answer = list(text[self._n_prompt :])
+        start, also = self._place(answer)
+        if start is None or also is not None:
+            return False
+        self._ahead.start(answer[start:])
+        return True

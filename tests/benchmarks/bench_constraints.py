@@ -167,6 +167,7 @@ def answered(model: str, schemas: list[Any], most: int, n_seeds: int) -> dict[st
                     if texts[0].finish_reason == "stop" and (why := problem_in(texts[0].text, schema)):
                         invalid.append([number, request, why])
                 counts["schemas"] += 1
+                print(f"{counts['schemas']} schemas, {len(invalid)} wrong, {len(differ)} differ", file=sys.stderr)
             except InvalidConstraint:
                 counts["refused"] += 1
     return {"counts": counts, "invalid": invalid, "differ with drafts": differ}

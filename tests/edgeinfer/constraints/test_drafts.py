@@ -7,7 +7,8 @@ from constrained import OPTIONS, PERSON, check_masks
 from drafting import MALICIOUS, PROMPT, FixedCosts, FunctionDrafter, knowing, random_tree, with_drafters
 
 from edgeinfer.common.errors import ConstraintError
-from edgeinfer.constraints.constraint import Constraints, ConstraintState
+from edgeinfer.constraints.constraint import Constraints
+from edgeinfer.constraints.matching import LookAhead
 from edgeinfer.constraints.options import wanted_of
 from edgeinfer.speculation.tree import DraftTree
 
@@ -131,7 +132,7 @@ def test_masks_that_cannot_be_told_ahead_end_no_answer(engine, drafting, monkeyp
 
     with_drafters(drafting, FunctionDrafter(lambda context, limit: DraftTree([97], [-1], [0.9], [0])))
     plain = engine.generate(PROMPT, seed=2, schema=PERSON)
-    monkeypatch.setattr(ConstraintState, "_mask_ahead", failing)
+    monkeypatch.setattr(LookAhead, "mask", failing)
     drafted = drafting.generate(PROMPT, seed=2, schema=PERSON)
     assert drafted.tokens == plain.tokens and list(drafted.timings.speculation.dropped) == ["function"]
 

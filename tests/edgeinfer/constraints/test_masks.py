@@ -11,6 +11,8 @@ from edgeinfer.constraints import library
 from edgeinfer.constraints.constraint import Constraints
 from edgeinfer.constraints.mask import Mask
 from edgeinfer.constraints.options import wanted_of
+from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("grammar")
 
@@ -54,9 +56,9 @@ def test_the_mask_after_a_limit_is_that_of_a_new_matcher(constraints, monkeypatc
 
     class Exhausted:
         def __getattr__(self, name):
-            return lambda *_: name in ("is_error", "rollback", "consume_tokens") or b""
+            return lambda *_: name in ("is_error", "consume_tokens") or b""
 
-    state._matcher = Exhausted()
+    state._path._matcher = Exhausted()
     assert state.mask_at([]) == expected
 
 
@@ -78,3 +80,72 @@ def test_masks_join_and_compare():
     assert (few.apply(logits[:4]) == [-np.inf] * 3 + [3]).all()
     assert (Mask.of([], 20).count, few.count, odd.count) == (0, 2, 10)
     assert few.key == Mask.of([5, 3], 20).key != odd.key
+
+
+# A text of the schema below as it was drafted: tokens, and how many of the last ones were taken back.
+_DRAFTED = [
+    *("{", ' "_', '":', ' {"', '":', ' "', "Reason", " is", " a", " brief", " Cam", "el", "Case", " string", " that"),
+    *(" describes", -11, " {", ' "', '":', " [", "\n     ", " {", "\n       ", -4, ' "', '.",', '"', "description"),
+    *('":"', "A", " human", " readable", -5, "type", '":', ' "', "object", '"}', -3, ' ["', '",', ' "', "null", -6),
+    *(':"', "\n   ", " :", ' "', -3, " :", " [", "\n     ", " {", "\n       ", -4, ' "', -1, '{"'),
+]
+
+
+def test_what_was_drafted_leaves_no_trace_in_a_mask(default_model):
+    """llguidance 1.9.1 finds tokens too many after this, where its matcher is taken back by `rollback`."""
+    file = ModelFile.open(default_model)
+    tokenizer = Tokenizer.from_file(file)
+    both = {"type": ["string", "null"]}
+    wanted = wanted_of(
+        {"schema": {"type": "object", "properties": dict.fromkeys(("message", "phase", "reason"), both)}}
+    )
+    constraint = Constraints(tokenizer).read(wanted)
+    for draft_at in (1, 3):
+        state, text = constraint.state(wanted, 0), []
+        for step in _DRAFTED:
+            if isinstance(step, int):
+                del text[step:]
+                continue
+            (id,) = tokenizer.encode(step, add_special=False)
+            if len(text) % draft_at == 0:
+                state.kept(text, [id, id], [-1, 0])
+            text.append(id)
+        matcher = constraint.new_matcher()
+        assert matcher.consume_tokens(text)
+        assert state.mask_at(text) == Mask(matcher.compute_bitmask(), tokenizer.n_vocab)
+    file.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_random_drafts_are_those_of_a_new_matcher(default_model, seed):
+    file, rng = ModelFile.open(default_model), random.Random(seed)
+    tokenizer = Tokenizer.from_file(file)
+    wanted = wanted_of(
+        {"schema": {"type": "object", "properties": {"a": {"enum": ["x", None]}, "b": {"type": "array"}}}}
+    )
+    constraint = Constraints(tokenizer).read(wanted)
+    state, text = constraint.state(wanted, 0), []
+
+    def drawn(text):
+        ids = np.flatnonzero(state.mask_at(text).flags)
+        short = [id for id in ids if len(tokenizer.token_bytes(int(id))) < 3 and id not in tokenizer.stop_ids]
+        return int(rng.choice(short if short else list(ids)))
+
+    while len(text) < 60 and not state.is_complete(text):
+        tree, parents = [], []
+        for node in range(rng.randrange(8)):
+            parents.append(rng.randrange(-1, node))
+            tree.append(rng.choice([drawn(text), rng.randrange(tokenizer.n_vocab)]))
+        kept = state.kept(text, tree, parents)
+        paths = {-1: text}
+        for node, (token, parent) in enumerate(zip(tree, parents, strict=True)):
+            if parent in paths:
+                fresh = constraint.new_matcher()
+                assert fresh.consume_tokens(paths[parent])
+                mask = Mask(fresh.compute_bitmask(), tokenizer.n_vocab)
+                assert mask.allows(token) == (node in kept) and state.mask_at(paths[parent]) == mask
+                if node in kept and token not in tokenizer.stop_ids:
+                    paths[node] = [*paths[parent], token]
+        text = rng.choice(list(paths.values()))
+        text = [*text, drawn(text)]
+    file.close()
