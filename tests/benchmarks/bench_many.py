@@ -23,6 +23,7 @@ from machine import machine
 import edgeinfer
 from edgeinfer.backends.base import Rows
 from edgeinfer.engine import Engine
+from edgeinfer.library.local import default_model
 
 PROMPTS = [
     "Explain to a child why the sky is blue, and why it is red in the evening.",
@@ -179,7 +180,7 @@ def main(
     n_samples: int | None,
 ) -> None:
     """See the top of this file."""
-    path = edgeinfer.default_model() if path is None else path
+    path = default_model() if path is None else path
     numbers = [int(each) for each in texts.split(",")]
     most = max(*numbers, 4 if gap else 1, n_samples or 1)
     n_ctx = max(n_ctx, (gap or 0) + 512)
