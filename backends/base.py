@@ -245,6 +245,51 @@ class ExpertDeviceModel(Protocol):
         ...
 
 
+# ---- sessions that share memory ----------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class PooledSession(Session, Protocol):
+    """A session whose state is in the memory that all sessions of its model share.
+
+    Its `forward`, and that of the model, raise CacheFull where memory is missing. Nothing has changed then, and what
+    was pending is pending still. `reuse_prefix` finds what other sessions have committed too.
+    """
+
+    def park(self) -> None:
+        """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""
+        ...
+
+    def has_room(self, n_slots: int) -> bool:
+        """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
+
+        Slots of pending rows count among them. Changes nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class PooledModel(Model, Protocol):
+    """A model whose sessions share memory, unless they are asked for with sizes of their own."""
+
+    n_sequences: int  # that the memory is planned for
+
+    def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> PooledSession:
+        """See Model.session. With a size or a type given, even those as planned, it has memory of its own."""
+        ...
+
+    def has_room(self, wants: Sequence[tuple[Any, int]]) -> bool:
+        """Whether several sessions can have so many slots each after their n_past at once; see PooledSession.has_room.
+
+        What this says of at most n_batch slots each is what a joint pass of so many rows then does.
+        """
+        ...
+
+    def forget_parked(self) -> None:
+        """Forget all parked sequences."""
+        ...
+
+
 # ---- sessions that make drafts ---------------------------------------------------------------------------------------
 
 

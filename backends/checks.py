@@ -151,7 +151,21 @@ def check_cache(cache_type: CacheType, spec: ModelSpec) -> None:
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of tokens at the start in which two sequences agree."""
-    n = min(len(a), len(b))
-    differing = np.flatnonzero(np.asarray(a[:n]) != np.asarray(b[:n]))
-    return int(differing[0]) if differing.size else n
+    """Number of tokens at the start in which two sequences agree.
+
+    Most differ in the first tokens, and the others in the last ones: slices of growing length are compared, then
+    halved.
+    """
+    if not (type(a) is type(b) is list):
+        a, b = list(a), list(b)
+    first, size, n = 0, 32, min(len(a), len(b))
+    while first < n and a[first : first + size] == b[first : first + size]:
+        first, size = first + size, 2 * size
+    last = min(first + size, n)  # somewhere from first on, if there is anything
+    while first < last:
+        middle = (first + last + 1) // 2
+        if a[first:middle] == b[first:middle]:
+            first = middle
+        else:
+            last = middle - 1
+    return min(first, n)

@@ -37,6 +37,7 @@ from edgeinfer.backends.reference_math import (
     scale,
     soft_cap,
 )
+from edgeinfer.backends.reference_recurrences import ReferenceGatedDeltaNet, ReferenceShortConv
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
 from edgeinfer.common.errors import EdgeInferError, Interrupted, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
@@ -48,9 +49,11 @@ from edgeinfer.models import (
     Dense,
     Experts,
     ExpertsRef,
+    GatedDeltaNet,
     Layer,
     Mixer,
     ModelSpec,
+    ShortConv,
     TensorRef,
     check_blocks,
     dense_of,
@@ -92,7 +95,11 @@ class ReferenceMixer(Protocol):
         ...
 
 
-MIXERS: dict[type[Mixer], ReferenceMixer] = {Attention: ReferenceAttention()}
+MIXERS: dict[type[Mixer], ReferenceMixer] = {
+    Attention: ReferenceAttention(),
+    GatedDeltaNet: ReferenceGatedDeltaNet(),
+    ShortConv: ReferenceShortConv(),
+}
 _NETWORKS: dict[type, Sequence[str]] = {
     Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
     Experts: (

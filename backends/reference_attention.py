@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations
+from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations, sigmoid
 from edgeinfer.common.settings import CacheType
 from edgeinfer.models import Attention, TensorRef
 
@@ -25,7 +25,7 @@ class ReferenceAttention:
     fields = (
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
         *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
+        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
     )
 
     def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -38,7 +38,7 @@ class ReferenceAttention:
         """See ReferenceMixer."""
         bias = _separate_bias(block, at.cache_type)
         h = decoder.norm(block.norm, x) if at.inputs is None else at.inputs
-        q, k, v = _queries_keys_values(block, decoder, h, block.k_bias if bias is None else None)
+        q, k, v, gate = _queries_keys_values(block, decoder, h, block.k_bias if bias is None else None)
         positions = np.array([len(path) - 1 for path in at.paths])
 
         def turned(heads: Floats) -> Floats:
@@ -56,6 +56,8 @@ class ReferenceAttention:
         y = _attended(block, decoder, q, k, v, at)
         if at.cache_type == "k6v4":
             y = k6v4.hadamard(y, is_back=True)
+        if gate is not None:
+            y = y * sigmoid(gate)
         heads = decoder.norm(block.sub_norm, y.reshape(len(x), -1))
         return decoder.norm(block.post_norm, decoder.linear(block.output, block.output_bias, heads))
 
@@ -86,14 +88,18 @@ def _attended(block: Attention, decoder: ReferenceDecoder, q: Floats, k: Floats,
 
 def _queries_keys_values(
     block: Attention, decoder: ReferenceDecoder, h: Floats, key_bias: TensorRef | None
-) -> tuple[Floats, Floats, Floats]:
-    """(n, heads, head_dim) each, with norms on queries and keys where the block has them."""
+) -> tuple[Floats, Floats, Floats, Floats | None]:
+    """(n, heads, head_dim) each, with norms on queries and keys where the block has them; and the gates, if any."""
     q = decoder.linear(block.q, block.q_bias, h)
     k = decoder.linear(block.k, key_bias, h)
     v = decoder.linear(block.v, block.v_bias, h)
+    gate = None
+    if block.output_gate == "in_q":
+        both = q.reshape(len(h), block.n_heads, 2, block.head_dim)
+        q, gate = both[:, :, 0].reshape(len(h), -1), both[:, :, 1]
     if block.qk_norm == "whole":
         q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
     q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))
     if block.qk_norm == "per_head":
         q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
-    return q, k, v
+    return q, k, v, gate

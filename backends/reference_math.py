@@ -110,6 +110,12 @@ def sigmoid(x: Floats) -> Floats:
     return y
 
 
+def softplus(x: Floats) -> Floats:
+    """ln(1 + exp(x)); x itself above 20, as in torch and ggml."""
+    y: Floats = np.where(x > 20, x, np.log1p(np.exp(np.minimum(x, np.float32(20)))))
+    return y
+
+
 def clamped_swiglu(gate: Floats, up: Floats) -> Floats:
     """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7), u = up within -7..7 (gpt-oss, arXiv:2508.10925)."""
     limit = np.float32(7)

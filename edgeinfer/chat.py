@@ -13,11 +13,11 @@ import json
 import os
 import stat
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
 
-from edgeinfer.backends.base import Progress
+from edgeinfer.asynchronous import pieces_of
 from edgeinfer.common.arguments import check_file_name, check_text
 from edgeinfer.common.errors import ContextOverflow, InvalidArgument, TemplateError, warn
 from edgeinfer.common.files import check_no_model, write_whole
@@ -26,11 +26,10 @@ from edgeinfer.common.user_text import without_mark
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
-from edgeinfer.sampling import SamplingParams
-from edgeinfer.stream import Stream
+from edgeinfer.stream import RequestOptions, Stream
 
 if TYPE_CHECKING:
-    from edgeinfer.engine import Engine, RequestOptions
+    from edgeinfer.engine import Engine
 
 CallForm: TypeAlias = Literal["object", "json", "text"]
 """How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
@@ -68,38 +67,32 @@ class Conversation(OfOneProcess):
         self.messages = first + others
         self._tell_of_system()
 
-    def send(
-        self,
-        text: str,
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        params: SamplingParams | None = None,
-        progress: Progress | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Answer:
-        """The answer to a message, piece by piece. Arguments as for Engine.stream.
+    def send(self, text: str, **options: Unpack[RequestOptions]) -> Answer:
+        """The answer to a message, piece by piece. Options as for Engine.stream.
 
         Raises ContextOverflow with the counts if the conversation with this message leaves no room for an answer,
         TemplateError if the template refuses it.
         """
         question: Message = {"role": "user", "content": check_text("the message", text)}
-        return self._answer([*self.messages, question], max_tokens, stop, params, progress, **options)
+        return self._answer([*self.messages, question], options)
 
-    def regenerate(
-        self,
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        params: SamplingParams | None = None,
-        progress: Progress | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Answer:
-        """Another answer to the last message, in the place of the one there is. Arguments and errors as for `send`.
+    async def asend(self, text: str, **options: Unpack[RequestOptions]) -> Completion:
+        """The whole answer, for asyncio; as `send`. Where the task is cancelled, what was said so far is kept."""
+        answer = self.send(text, **options)
+        async for _ in pieces_of(answer):
+            pass
+        return answer.completion
+
+    def astream(self, text: str, **options: Unpack[RequestOptions]) -> AsyncIterator[Piece]:
+        """As `send`, for asyncio. A task that is cancelled or leaves early ends the answer; what was said is kept."""
+        return pieces_of(self.send(text, **options))
+
+    def regenerate(self, **options: Unpack[RequestOptions]) -> Answer:
+        """Another answer to the last message, in the place of the one there is. Options and errors as for `send`.
 
         Raises InvalidArgument if there is no answer yet.
         """
-        return self._answer(self.messages[: self._last_question() + 1], max_tokens, stop, params, progress, **options)
+        return self._answer(self.messages[: self._last_question() + 1], options)
 
     def undo(self) -> str:
         """Drop the last exchange; gives its question. Raises InvalidArgument if there is none."""
@@ -187,15 +180,20 @@ class Conversation(OfOneProcess):
                 "message"
             )
 
-    def _answer(
-        self,
-        messages: list[Message],
-        max_tokens: int | None,
-        stop: str | Sequence[str] | None,
-        params: SamplingParams | None,
-        progress: Progress | None,
-        **options: Unpack[RequestOptions],
-    ) -> Answer:
+    def stream(self, **options: Unpack[RequestOptions]) -> Stream:
+        """The answer to the messages as they are, the last of which is a question, without keeping it.
+
+        Options and errors as for `send`.
+        """
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise InvalidArgument("the last message must be the user's: there is nothing to answer")
+        return self._asked(self.messages, options)[0]
+
+    def _answer(self, messages: list[Message], options: RequestOptions) -> Answer:
+        return Answer(self, messages, *self._asked(messages, options))
+
+    def _asked(self, messages: list[Message], options: RequestOptions) -> tuple[Stream, OutputParser]:
+        """The answer to the last of the messages, and what splits it."""
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
         if n_least >= self.engine.n_ctx:
@@ -205,10 +203,7 @@ class Conversation(OfOneProcess):
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages))
         output = self._format.parser(opened)
-        stream = self.engine.stream(
-            prompt, max_tokens=max_tokens, stop=stop, params=params, progress=progress, output=output, **options
-        )
-        return Answer(self, messages, stream, output)
+        return self.engine.stream(prompt, output=output, **options), output
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
         """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""
@@ -347,6 +342,10 @@ class Answer(OfOneProcess, Iterator[Piece]):
         if piece.finish_reason is not None:
             self._keep()
         return piece
+
+    def cancel(self) -> None:
+        """End the answer, from any thread: who reads it gets what was said, "interrupted"."""
+        self._stream.cancel()
 
     def close(self) -> None:
         """Stop here; what was said is kept. Does nothing if the answer has ended."""

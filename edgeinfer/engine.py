@@ -7,18 +7,21 @@ cut, the text is the same as from an empty cache.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import islice
 from string import ascii_uppercase
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, cast, overload
 
+from edgeinfer.asynchronous import pieces_of
 from edgeinfer.backends.base import HasProcesses, Progress, Session
 from edgeinfer.backends.checks import check_tokens
-from edgeinfer.common.arguments import MAX_INT32, check_callback, check_integer, check_text, shown
+from edgeinfer.common.arguments import MAX_INT32, check_callback, check_flag, check_integer, check_text, shown
 from edgeinfer.common.errors import (
     ContextOverflow,
     Interrupted,
@@ -28,9 +31,19 @@ from edgeinfer.common.errors import (
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
-from edgeinfer.constraints.options import ConstraintOptions, Wanted, split_options, wanted_of
+from edgeinfer.constraints.options import Wanted, split_options, wanted_of
 from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.logprobs import Score, check_alternatives, score_continuations
+from edgeinfer.many import (
+    Choice,
+    Vote,
+    as_they_end,
+    check_samples,
+    count_votes,
+    in_order,
+    is_decided,
+    seed_of_sample,
+)
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
@@ -41,9 +54,11 @@ from edgeinfer.ranking import ranking_prompt
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
-from edgeinfer.speculation.pipeline import Job, Speculator
-from edgeinfer.speculation.stats import StatsCounter
-from edgeinfer.stream import Output, Record, StopStrings, Stream
+from edgeinfer.scheduling.request import Request
+from edgeinfer.scheduling.scheduler import Scheduler
+from edgeinfer.scheduling.sequence import Sequence
+from edgeinfer.speculation.pipeline import Speculator
+from edgeinfer.stream import ChoiceOptions, Output, Record, RequestOptions, StopStrings, Stream, Submit
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
@@ -51,12 +66,8 @@ if TYPE_CHECKING:
     from edgeinfer.models.chat_template import ChatTemplate
     from edgeinfer.models.reasoning import OutputFormat
 
-
-class RequestOptions(SamplingOptions, ConstraintOptions, total=False):
-    """What a request takes as keyword arguments beside those of its own."""
-
-
-Prompt: TypeAlias = str | Sequence[int]
+Prompt: TypeAlias = str | SequenceOf[int]
+_SAMPLING = SamplingOptions.__annotations__.keys()
 _SCORED_ROWS = 4  # rows of logits of a pass of `score`, where no drafts need more
 
 
@@ -69,6 +80,7 @@ class Loaded:
     device: Device
     backend: str  # its name
     ledger: Ledger = Ledger(())  # what was planned for the whole process
+    n_parallel: int = 1  # most texts that run at once
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,8 @@ class Helpers:
 class Engine(OfOneProcess):
     """A loaded model that completes texts. Made by `load`; a context manager.
 
-    Requests of several threads queue; a stream has the engine from its first piece until it ends or is closed.
+    Any thread may ask at any time. With the native backend up to `parallel` texts run at once, others wait; with
+    another one texts take turns. What runs beside a text changes nothing of it.
 
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
@@ -114,53 +127,140 @@ class Engine(OfOneProcess):
         self.default_params, _ = default_params(file)
         self._opened = opened
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
-        self.speculator = helpers.speculator
+        self.scheduler = Scheduler(session, loaded.n_parallel, loaded.plan.n_batch)
+        self.scheduler.speculator = helpers.speculator
         self.experts = helpers.experts
         self.device_experts = helpers.device_experts
         self._ledger = loaded.ledger
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
-        self._request = threading.Lock()  # held from a stream's first piece to its end
-        self._step = threading.RLock()  # held while the session works; twice by a `progress` that closes the engine
-        self._owner: int | None = None  # thread that last advanced the stream that runs
-        self._running: Record | None = None
+
+    @overload
+    def generate(self, prompt: Prompt, *, n: None = None, **options: Unpack[RequestOptions]) -> Completion: ...
+
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **options: Unpack[RequestOptions]) -> list[Completion]: ...
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        params: SamplingParams | None = None,
-        progress: Progress | None = None,
-        logprobs: int | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> Completion:
-        """The completion of a prompt. Arguments and errors as for `stream`; `interrupt` ends it early."""
-        stream = self.stream(
-            prompt,
-            max_tokens=max_tokens,
-            stop=stop,
-            params=params,
-            progress=progress,
-            logprobs=logprobs,
-            **options,
-        )
-        for _ in stream:
+        self, prompt: Prompt, *, n: int | None = None, **options: Unpack[RequestOptions]
+    ) -> Completion | list[Completion]:
+        """The completion of a prompt. Arguments and errors as for `stream`; `interrupt` ends it early.
+
+        n: that many samples, as a list; sample i is what the seed + i gives alone. The prompt is read once.
+        """
+        if n is None:
+            stream = self.stream(prompt, **options)
+            for _ in stream:
+                pass
+            return stream.completion
+        return list(in_order(self._ended(self._samples(prompt, check_samples("n", n), **options))))
+
+    def samples(
+        self, prompt: Prompt, n: int, *, first: int | None = None, **options: Unpack[RequestOptions]
+    ) -> Iterator[Completion]:
+        """Samples of a prompt as they end; sample i is what the seed + i gives alone (Completion.params.seed tells).
+
+        first: ends when so many have ended, the shortest ones mostly (First Finish Search, Agarwal et al.,
+        arXiv:2505.18149); the others are stopped.  Otherwise as `generate`.
+        """
+        n = check_samples("n", n)
+        most = n if first is None else check_integer("first", first, 1, n)
+        streams = self._samples(prompt, n, **options)
+        return (completion for _, completion in islice(self._ended(streams), most))
+
+    def vote(
+        self, prompt: Prompt, n: int, key: Callable[[str], Choice | None], **options: Unpack[RequestOptions]
+    ) -> Vote[Choice]:
+        """What most of n samples say (self-consistency, Wang et al., arXiv:2203.11171).
+
+        key: what a text says, hashable; None for one that says nothing.  Samples that cannot change the result any more
+        are stopped.  Otherwise as `generate`.
+        """
+        n = check_samples("n", n)
+        check_callback("key", key)
+        said: dict[int, Choice | None] = {}
+        completions = []
+        with closing(self._ended(self._samples(prompt, n, **options))) as ended:
+            for number, completion in ended:
+                said[number] = key(completion.text)
+                completions.append(completion)
+                if is_decided(list(said.values()), n - len(said)):
+                    break
+        counts = count_votes([said[number] for number in sorted(said)])
+        return Vote(counts[0][0] if counts else None, tuple(counts), tuple(completions))
+
+    @overload
+    def generate_many(
+        self, prompts: Iterable[Prompt], *, as_completed: Literal[False] = False, **options: Unpack[RequestOptions]
+    ) -> Iterator[Completion]: ...
+
+    @overload
+    def generate_many(
+        self, prompts: Iterable[Prompt], *, as_completed: Literal[True], **options: Unpack[RequestOptions]
+    ) -> Iterator[tuple[int, Completion]]: ...
+
+    def generate_many(
+        self, prompts: Iterable[Prompt], *, as_completed: bool = False, **options: Unpack[RequestOptions]
+    ) -> Iterator[Completion] | Iterator[tuple[int, Completion]]:
+        """The completions of several prompts, which run at once as far as there is room, in their order.
+
+        prompts: taken as there is room for them.  as_completed: (number of the prompt, completion) of each when it
+        ends. options: of all, as for `stream`. What that raises for a prompt is raised when its turn comes.
+        """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise InvalidArgument(f"prompts must be several texts or token lists: found {shown(prompts)}")
+        check_flag("as_completed", as_completed)
+        ended = self._ended(self.stream(prompt, **options) for prompt in prompts)
+        return ended if as_completed else in_order(ended)
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
+        """As `generate`, for asyncio: other tasks go on meanwhile, and cancelling this one ends the text."""
+        stream = self.stream(prompt, **options)
+        async for _ in pieces_of(stream):
             pass
         return stream.completion
+
+    def astream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> AsyncIterator[Piece]:
+        """As `stream`, for asyncio."""
+        return pieces_of(self.stream(prompt, **options))
+
+    def _samples(self, prompt: Prompt, n: int, **options: Unpack[RequestOptions]) -> Iterator[Stream]:
+        """Streams of samples of a prompt."""
+        tokens = self._prompt_tokens(prompt)
+        first = self.stream(tokens, **options)
+        params = first.params
+        yield first
+        for number in range(1, n):
+            options["params"] = replace(params, seed=seed_of_sample(cast(int, params.seed), number))
+            yield self.stream(tokens, **_but_sampling(options))
+
+    def _ended(self, streams: Iterable[Stream]) -> Generator[tuple[int, Completion], None, None]:
+        """The numbers and completions of streams as they end. Raises the error of one that failed."""
+        numbers: dict[int, int] = {}
+
+        def numbered() -> Iterator[Stream]:
+            for number, stream in enumerate(streams):
+                numbers[id(stream)] = number
+                yield stream
+
+        for stream in as_they_end(self.scheduler, numbered(), 2 * self.scheduler.n_parallel):
+            if stream.error is not None:
+                raise stream.error
+            yield numbers.pop(id(stream)), stream.completion
 
     def stream(
         self,
         prompt: Prompt,
         *,
         max_tokens: int | None = None,
-        stop: str | Sequence[str] | None = (),
+        stop: str | SequenceOf[str] | None = (),
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         logprobs: int | None = None,
         output: Output | None = None,
-        **options: Unpack[RequestOptions],
+        priority: int = 0,
+        timeout: float | None = None,
+        **options: Unpack[ChoiceOptions],
     ) -> Stream:
         """The completion of a prompt, piece by piece.
 
@@ -170,36 +270,37 @@ class Engine(OfOneProcess):
         changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
         and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
-        Conversation does it: None is all text.  schema, regex, grammar, choices, json: what the completion may be, one
-        of them; see edgeinfer.constraints.options.ConstraintOptions.
+        Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
+        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  schema, regex,
+        grammar, choices, json: what the completion may be, one of them; see
+        edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
         for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
-        NumericalError, ConstraintError, BackendLost, and InvalidArgument if this thread has another stream of this
-        engine open.
+        NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
         """
         self._check_open()
         check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
         limit = min(_most_tokens(max_tokens), room)
-        if params is None:
-            params = self.default_params
-        elif not isinstance(params, SamplingParams):
-            raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
         constraint_options, sampling = split_options(options)
         wanted = wanted_of(constraint_options)
-        chosen = params.changed(sampling).with_seed()
-        if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
-            n_vocab = self.tokenizer.n_vocab
-            raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
+        chosen = self._chosen_params(params, sampling)
         constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
         record.expert_reads = None if self.experts is None else self.experts.reads
-        return Stream(self._pieces(tokens, limit, record, progress), record)
+        if limit == 0:
+            return Stream(_nothing(record), record)
+        order = _checked_order(priority, timeout)
+
+        def submit() -> Sequence:
+            return self.scheduler.submit(self._request(tokens, limit, record, progress, *order))
+
+        return Stream(self._pieces(submit, record, progress), record, (self.scheduler, submit))
 
     def score(
-        self, prompt: Prompt, continuations: Sequence[Prompt], *, progress: Progress | None = None
+        self, prompt: Prompt, continuations: SequenceOf[Prompt], *, progress: Progress | None = None
     ) -> list[Score]:
         """How likely the model finds each of several continuations of a prompt, in their order.
 
@@ -211,19 +312,25 @@ class Engine(OfOneProcess):
         self._check_open()
         check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
-        if isinstance(continuations, (str, bytes)) or not isinstance(continuations, Sequence):
+        if isinstance(continuations, (str, bytes)) or not isinstance(continuations, SequenceOf):
             raise InvalidArgument(f"continuations must be several texts or token lists: found {shown(continuations)}")
         following = [self._continuation_tokens(prompt, tokens, each) for each in continuations]
         record = Record(self.tokenizer, len(tokens), StopStrings(None), self.default_params)
         n_rows = _SCORED_ROWS if self.speculator is None else self.speculator.most_rows
-        n_rows = min(n_rows, self.session.n_batch)
-        with self._taken_by(record), self._step:
-            logits = self._evaluate(tokens, record, progress, StatsCounter())
-            check = partial(self._check_running, record)
-            n_vocab = self.tokenizer.n_vocab
-            return score_continuations(self.session, tokens, logits, following, n_vocab, n_rows, check)
+        sequence = self.scheduler.submit(self._request(tokens, 0, record, progress))
+        try:
+            self._next(sequence, progress)
+            with self.scheduler.alone():
+                check = partial(self._check_running, sequence)
+                check()
+                session, logits = cast(Session, sequence.session), cast(Logits, sequence.logits)
+                n_vocab, n_rows = self.tokenizer.n_vocab, min(n_rows, session.n_batch)
+                self.scheduler.make_room(sequence, max([n_rows, *map(len, following)]))
+                return score_continuations(session, tokens, logits, following, n_vocab, n_rows, check)
+        finally:
+            self.scheduler.cancel(sequence)
 
-    def rank(self, query: str, documents: Sequence[str], template: str | None = None) -> list[tuple[int, float]]:
+    def rank(self, query: str, documents: SequenceOf[str], template: str | None = None) -> list[tuple[int, float]]:
         """Rank documents by how well they answer a query: (index, log probability), the best first.
 
         The model is asked to name the best of the documents, A to Z, and the log probabilities of the letters as the
@@ -292,13 +399,27 @@ class Engine(OfOneProcess):
                     "which the model was not trained with; leave it out of the text"
                 )
 
-    def detokenize(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+    def detokenize(self, tokens: SequenceOf[int], *, skip_special: bool = False) -> str:
         """Text of token ids; skip_special leaves out special tokens."""
         return self.tokenizer.decode(list(tokens), skip_special=skip_special)
 
     def count(self, text: str) -> int:
         """Number of tokens of a text as a prompt."""
         return len(self.tokenize(text))
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """What drafts for texts that begin from now on."""
+        return self.scheduler.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        self.scheduler.speculator = speculator
+
+    def forget(self) -> None:
+        """Drop what the cache still holds of texts that have ended: the next request reads all of its prompt."""
+        self._check_open()
+        self.scheduler.forget()
 
     @property
     def memory(self) -> Ledger:
@@ -319,23 +440,14 @@ class Engine(OfOneProcess):
 
         Gives whether there was one.
         """
-        running = self._running
-        if running is None:
-            return False
-        running.interrupted = True
-        self.session.interrupt()
-        if self.speculator is not None:
-            self.speculator.interrupt()
-        return True
+        return self.scheduler.interrupt()
 
     def close(self) -> None:
         """Give the memory back. A stream that is open ends as "interrupted"; further requests raise InvalidArgument."""
         if self._closed:
             return
         self._closed = True
-        self.interrupt()
-        with self._step:
-            self._opened.close()
+        self.scheduler.close(self._opened.close)
 
     def __enter__(self) -> Engine:
         return self
@@ -347,88 +459,56 @@ class Engine(OfOneProcess):
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
-    def _pieces(
-        self, prompt: list[int], limit: int, record: Record, progress: Progress | None
-    ) -> Generator[Piece, None, None]:
-        with self._taken_by(record):
-            last = yield from self._pieces_but_the_last(prompt, limit, record, progress)
-        yield last  # the engine is free again, even for a caller that stops reading at finish_reason
+    def _chosen_params(self, params: object, sampling: Mapping[str, Any]) -> SamplingParams:
+        """What a request asks for, with a seed. Raises InvalidArgument."""
+        if params is None:
+            params = self.default_params
+        elif not isinstance(params, SamplingParams):
+            raise InvalidArgument(f"params must be SamplingParams: found {shown(params)}")
+        chosen = params.changed(sampling).with_seed()
+        if chosen.biases and chosen.biases[-1][0] >= self.tokenizer.n_vocab:
+            n_vocab = self.tokenizer.n_vocab
+            raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
+        return chosen
 
-    def _pieces_but_the_last(
-        self, prompt: list[int], limit: int, record: Record, progress: Progress | None
-    ) -> Generator[Piece, None, Piece]:
-        reason: FinishReason = "length"
-        stop_token = None
-        tokens = self._draw(prompt, limit, record, progress)
-        try:
-            for _ in range(limit):
-                token = self._next(tokens, record)
-                if token in self.tokenizer.stop_ids:
-                    reason, stop_token = "stop", token
-                    break
-                piece = record.push(token)
-                if piece.finish_reason is not None:
-                    record.end(piece.finish_reason)
-                    return piece
-                yield piece
-                if record.repeats:
-                    reason = "repetition"
-                    break
-        except Interrupted:
-            reason = "interrupted"
-        except (GeneratorExit, KeyboardInterrupt):
-            record.end("interrupted")
-            raise
-        except BaseException:
-            record.failed = True
-            raise
-        return record.end(reason, stop_token)
-
-    def _next(self, tokens: Iterator[int], record: Record) -> int:
-        """The next token. Raises Interrupted if somebody asked for that since the last one."""
-        with self._step:
-            self._owner = threading.get_ident()
-            self._check_running(record)
-            return record.timed_next(tokens)
-
-    def _check_running(self, record: Record) -> None:
-        """Raises Interrupted if somebody stopped the request or closed the engine."""
-        if record.interrupted or self._closed:
-            raise Interrupted("the request was interrupted")
-
-    def _draw(self, prompt: list[int], limit: int, record: Record, progress: Progress | None) -> Iterator[int]:
-        """The tokens that follow the prompt, one after the other, at most `limit`."""
-        stats = StatsCounter()
-        logits = self._evaluate(prompt, record, progress, stats)
-        text, params = list(prompt), record.params
+    def _request(
+        self,
+        prompt: list[int],
+        limit: int,
+        record: Record,
+        progress: Progress | None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> Request:
+        """What the scheduler needs to know of a text."""
+        params, n_vocab = record.params, self.tokenizer.n_vocab
         breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
+
+        constraint = record.constraint
 
         def free_draw(logits: Logits, text: list[int]) -> int:
             # Rows of the embedding that no token has, for alignment, are no candidates.
-            return sample(logits[: self.tokenizer.n_vocab], params, len(text), text, breakers)
+            return sample(logits[:n_vocab], params, len(text), text, breakers)
 
         def draw(logits: Logits, text: list[int]) -> int:
-            if record.constraint is None:
+            if constraint is None:
                 return free_draw(logits, text)
-            n_vocab = self.tokenizer.n_vocab
-            return record.constraint.draw(logits[:n_vocab], text, lambda masked: free_draw(masked, text))
+            return constraint.draw(logits[:n_vocab], text, lambda masked: free_draw(masked, text))
 
-        text.append(draw(logits, text))
-        record.note(logits, text[-1])
-        if self.speculator is not None:
-            is_plain = params.is_greedy and not params.changes_logits
-            job = Job(text, limit - 1, draw, params.is_greedy, self.tokenizer.stop_ids, is_plain, params, record.note)
-            if record.constraint is not None:
-                job.constraint, job.free_draw = record.constraint, free_draw
-            record.stats = stats
-            yield from self.speculator.tokens(job, logits, stats)
-            return
-        while True:
-            yield text[-1]
-            del logits  # its memory is for the next ones
-            logits = self._forward(text[-1:])
-            text.append(draw(logits, text))
-            record.note(logits, text[-1])
+        return Request(
+            prompt,
+            limit,
+            free_draw if constraint is None else draw,
+            params,
+            self.tokenizer.stop_ids,
+            record.note,
+            record.forget,
+            constraint,
+            None if constraint is None else free_draw,
+            wants_progress=progress is not None,
+            priority=priority,
+            deadline=None if timeout is None else time.monotonic() + timeout,
+        )
 
     @cached_property
     def _constraints(self) -> Constraints:
@@ -441,48 +521,69 @@ class Engine(OfOneProcess):
         parser = output if isinstance(output, OutputParser) else None
         return self._constraints.read(wanted).state(wanted, n_prompt, parser)
 
-    def _evaluate(self, prompt: list[int], record: Record, progress: Progress | None, stats: StatsCounter) -> Logits:
-        """Commit the prompt, keeping what is there already; gives the logits (n_vocab,) of its last token."""
-        n_cached = record.n_cached = self.session.reuse_prefix(prompt[:-1])  # the last one's logits are not kept
-        # In chunks of our own, so that an interrupted prompt keeps the chunks that are done.
-        starts = range(n_cached, len(prompt), self.memory_plan.n_batch)
-        for start in starts:
-            chunk = prompt[start : start + starts.step]
-            logits = self._read(prompt, start, chunk, stats)
-            if progress is not None:
-                progress((start + len(chunk) - n_cached) / (len(prompt) - n_cached))
-            if record.interrupted:
-                raise Interrupted("the request was interrupted")
-        return logits
+    def _pieces(self, submit: Submit, record: Record, progress: Progress | None) -> Generator[Piece, None, None]:
+        """The pieces of a text, which is asked for with the first of them, unless it was before."""
+        if record.sequence is None:
+            record.sequence = submit()
+        sequence = record.sequence
+        try:
+            last = yield from self._pieces_but_the_last(sequence, record, progress)
+        finally:
+            self.scheduler.cancel(sequence)
+        yield last  # the place is free again, even for a caller that stops reading at finish_reason
 
-    def _read(self, prompt: list[int], start: int, chunk: list[int], stats: StatsCounter) -> Logits:
-        """Run and commit a part of the prompt; gives (n_vocab,) for its last token, or nothing, (0,)."""
-        taps = False if self.speculator is None else self.speculator.taps
-        logits: Literal["last"] | tuple[()] = "last" if start + len(chunk) == len(prompt) else ()
-        out = self.session.forward(chunk, logits=logits, hidden=taps)
-        self.session.commit(range(len(chunk)))
-        if self.speculator is not None and (features := out.features) is not None:
-            self.speculator.observe_features(prompt, start, features, stats)
-        return out.logits.reshape(-1)
+    def _pieces_but_the_last(
+        self, sequence: Sequence, record: Record, progress: Progress | None
+    ) -> Generator[Piece, None, Piece]:
+        stop_token = None
+        following = partial(self._next, sequence, progress)
+        try:
+            while True:
+                token = record.timed(following)
+                record.n_cached = sequence.n_cached or 0
+                record.stats = sequence.stats if sequence.has_stats else None
+                if token is None:
+                    reason: FinishReason = sequence.end or "interrupted"
+                    break
+                if token in self.tokenizer.stop_ids:
+                    reason, stop_token = "stop", token
+                    break
+                piece = record.push(token)
+                if piece.finish_reason is not None:
+                    record.end(piece.finish_reason)
+                    return piece
+                yield piece
+                if record.repeats:
+                    reason = "repetition"
+                    break
+                if sequence.end is not None and sequence.n_read == sequence.n_ready:
+                    reason = sequence.end
+                    break
+        except (GeneratorExit, KeyboardInterrupt):
+            record.end("interrupted")
+            raise
+        except BaseException:
+            record.failed = True
+            raise
+        return record.end(reason, stop_token)
 
-    def _forward(self, tokens: list[int]) -> Logits:
-        """Run and commit tokens; gives (n_vocab,) for the last one."""
-        logits = self.session.forward(tokens).logits
-        self.session.commit(range(len(tokens)))
-        return logits.reshape(-1)
-
-    @contextmanager
-    def _taken_by(self, record: Record) -> Iterator[None]:
-        """Have the engine to oneself. Raises InvalidArgument where waiting for it would last forever."""
-        if self._owner == threading.get_ident():
-            raise InvalidArgument("this thread has a stream of this engine open: read it to its end or close it first")
-        with self._request:
-            self._check_open()
-            self._owner, self._running = threading.get_ident(), record
-            try:
-                yield
-            finally:
-                self._owner = self._running = None
+    def _next(self, sequence: Sequence, progress: Progress | None) -> int | None:
+        """The next token of a text, None where it has ended."""
+        while True:
+            if sequence.is_interrupted or sequence.is_cancelled or self._closed:
+                return None
+            if sequence.has_progress:
+                sequence.share_told = sequence.share_read
+                if progress is not None:
+                    progress(sequence.share_told)
+                continue
+            if sequence.n_read < sequence.n_ready:
+                return sequence.take()
+            if sequence.error is not None:
+                raise sequence.error
+            if sequence.end is not None or sequence.logits is not None:
+                return None
+            self.scheduler.wait_for(sequence)
 
     def _prompt_tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Sized):
@@ -509,9 +610,31 @@ class Engine(OfOneProcess):
         found: list[int] = check_tokens(ids, self.session.spec.n_vocab, len(tokens), self.n_ctx).tolist()
         return found
 
+    def _check_running(self, sequence: Sequence) -> None:
+        """Raises Interrupted if somebody stopped the request or closed the engine."""
+        if sequence.is_interrupted or sequence.is_cancelled or sequence.end is not None or self._closed:
+            raise Interrupted("the request was interrupted")
+
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("this engine is closed")
+
+
+def _but_sampling(options: RequestOptions) -> RequestOptions:
+    """Options without fields of SamplingParams, which `params` holds."""
+    return cast(RequestOptions, {key: value for key, value in options.items() if key not in _SAMPLING})
+
+
+def _nothing(record: Record) -> Generator[Piece, None, None]:
+    """The pieces of a text of no tokens."""
+    yield record.end("length")
+
+
+def _checked_order(priority: object, timeout: object) -> tuple[int, float | None]:
+    """(priority, timeout) of a request. Raises InvalidArgument."""
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise InvalidArgument(f"timeout must be seconds above 0 or None: found {shown(timeout)}")
+    return check_integer("priority", priority, -MAX_INT32), None if timeout is None else float(timeout)
 
 
 def _most_tokens(value: object) -> int:

@@ -3,45 +3,102 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
+from edgeinfer.backends.base import Progress
 from edgeinfer.common.arguments import shown
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
+from edgeinfer.constraints.options import ConstraintOptions
 from edgeinfer.logprobs import TokenLogprob, token_logprob
 from edgeinfer.models.reasoning import ToolCall
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.repetition import LoopGuard
-from edgeinfer.sampling import SamplingParams
+from edgeinfer.sampling import SamplingOptions, SamplingParams
+from edgeinfer.scheduling.scheduler import Scheduler
+from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.stats import StatsCounter
 
 if TYPE_CHECKING:
     from edgeinfer.constraints.constraint import ConstraintState
 
 
-class Stream(OfOneProcess, Iterator[Piece]):
-    """Pieces of a text as they are generated. The first piece starts the work and takes the engine.
+class ChoiceOptions(SamplingOptions, ConstraintOptions, total=False):
+    """How tokens are chosen, and among which, as keyword arguments."""
 
-    Closed early, by `close`, a `with` block or garbage collection, it frees the engine; its completion is what was
+
+class RequestOptions(ChoiceOptions, total=False):
+    """Keyword arguments of Engine.stream, see there."""
+
+    max_tokens: int | None
+    stop: str | SequenceOf[str] | None
+    params: SamplingParams | None
+    progress: Progress | None
+    logprobs: int | None
+    priority: int
+    timeout: float | None
+
+
+Submit: TypeAlias = Callable[[], Sequence]
+
+
+class Stream(OfOneProcess, Iterator[Piece]):
+    """Pieces of a text as they are generated. The first piece starts the work.
+
+    Closed early, by `close`, a `with` block or garbage collection, it ends its text; its completion is what was
     generated so far, "interrupted". The same holds if KeyboardInterrupt comes out of it.
     """
 
-    def __init__(self, pieces: Generator[Piece, None, None], record: Record) -> None:
+    def __init__(
+        self, pieces: Generator[Piece, None, None], record: Record, source: tuple[Scheduler, Submit] | None = None
+    ) -> None:
+        """source: what runs the text, and what asks it to; None for a text of no tokens."""
         self._pieces = pieces
         self._record = record
+        self._source = source
 
     def __next__(self) -> Piece:
         return next(self._pieces)
 
+    def start(self) -> None:
+        """Ask for the text now, rather than with the first piece. Raises as that does."""
+        if self._source is not None and self._record.sequence is None and self._record.completion is None:
+            self._record.sequence = self._source[1]()
+
+    @property
+    def params(self) -> SamplingParams:
+        """As used, with the seed that was drawn if none was given."""
+        return self._record.params
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The text that runs, None before it was asked for."""
+        return self._record.sequence
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next piece is there, or the end."""
+        sequence = self._record.sequence
+        return (
+            sequence.is_ready if sequence is not None else self._source is None or self._record.completion is not None
+        )
+
+    def cancel(self) -> None:
+        """End the text, from any thread: who reads it gets what was generated, "interrupted"."""
+        if self._source is not None and self._record.sequence is not None:
+            self._source[0].cancel(self._record.sequence)
+
     def close(self) -> None:
-        """Stop here and free the engine. Does nothing if the stream has ended."""
+        """Stop here. Does nothing if the stream has ended."""
         self._pieces.close()
+        self.cancel()  # of one that was started and never read
         if not self.failed:
             self._record.end("interrupted")  # for a stream that never started
 
@@ -58,6 +115,15 @@ class Stream(OfOneProcess, Iterator[Piece]):
         if self._record.completion is None:
             raise InvalidArgument("the stream has no completion yet: read it to its end or close it")
         return self._record.completion
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the text, None without one."""
+        sequence = self._record.sequence
+        return None if sequence is None else sequence.error
+
+    def __del__(self) -> None:
+        self.cancel()  # of one that was started and never read
 
     def __enter__(self) -> Stream:
         return self
@@ -126,7 +192,7 @@ class Record:
         self.params = params
         self.constraint = constraint
         self.n_cached = 0
-        self.interrupted = False  # set by Engine.interrupt, looked at after every step
+        self.sequence: Sequence | None = None  # once it was asked for
         self.failed = False
         self.repeats = False  # whether the tokens so far end in a loop
         self.completion: Completion | None = None
@@ -144,19 +210,24 @@ class Record:
         self.logprobs: list[TokenLogprob] = []  # of the tokens drawn, where asked for; some are not pushed yet
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
 
-    def timed_next(self, tokens: Iterator[int]) -> int:
-        """The next token, its time noted."""
+    def timed(self, next_token: Callable[[], int | None]) -> int | None:
+        """The next token, its time noted; None where there is none."""
         if self.expert_reads is not None and len(self._seconds) < 2:
             self._reads.append(self.expert_reads())
         start = time.perf_counter()
-        token = next(tokens)
-        self._seconds.append(time.perf_counter() - start)
+        token = next_token()
+        if token is not None:
+            self._seconds.append(time.perf_counter() - start)
         return token
 
     def note(self, logits: Logits, token: int) -> None:
         """Note how likely a token was that is pushed later, in the same order. logits: that it was drawn from."""
         if self._n_alternatives is not None:
             self.logprobs.append(token_logprob(logits[: self._tokenizer.n_vocab], token, self._n_alternatives))
+
+    def forget(self, n: int) -> None:
+        """Drop what was noted after the first n tokens: these are drawn again."""
+        del self.logprobs[n:]
 
     def push(self, token: int) -> Piece:
         """The piece that a token adds; its finish_reason is "stop" if a stop string is met."""
@@ -218,10 +289,10 @@ class StopStrings:
     with their names.
     """
 
-    def __init__(self, stops: str | Sequence[str] | None) -> None:
+    def __init__(self, stops: str | SequenceOf[str] | None) -> None:
         stops = () if stops is None else stops
-        several = isinstance(stops, Sequence) and not isinstance(stops, (str, bytes))
-        self.stops = tuple(cast(Sequence[str], stops if several else (stops,)))
+        several = isinstance(stops, SequenceOf) and not isinstance(stops, (str, bytes))
+        self.stops = tuple(cast(SequenceOf[str], stops if several else (stops,)))
         for stop in self.stops:
             if not isinstance(stop, str) or not stop:
                 raise InvalidArgument(f"a stop string must be a text of at least one character: found {shown(stop)}")

@@ -25,6 +25,19 @@ class KeyReader:
             self.refuse(key, f"must be an integer in {least}..{most}: found {value!r:.80}")
         return value
 
+    def of_layers(self, key: str, least: int, most: int, default: int | None = None) -> list[int]:
+        """An integer key for each of block_count layers, in least..most; it may be one number for all of them."""
+        n_layers = self.file.metadata.get(self._key("block_count"))
+        values = self.file.metadata.get(self._key(key), default)
+        if not isinstance(values, (Array, list)):
+            return [self.integer(key, least, most, default)] * self.integer("block_count", 1, 4096)
+        if len(values) != n_layers:
+            self.refuse(key, f"must have a number for each of {n_layers} layers: found {len(values)}")
+        found = [value for value in values if not isinstance(value, bool) and isinstance(value, int)]
+        if len(found) < len(values) or not all(least <= value <= most for value in found):
+            self.refuse(key, f"must be integers in {least}..{most}: found {values!r:.80}")
+        return found
+
     def number(self, key: str, above: float, most: float, default: float | None = None) -> float:
         """A numeric key, which must be greater than above and at most most."""
         value = self.file.metadata.get(self._key(key), default)

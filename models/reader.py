@@ -22,6 +22,7 @@ from edgeinfer.models.spec import (
     Dense,
     Layer,
     LongRope,
+    Mixer,
     ModelSpec,
     QKNorm,
     RopeKind,
@@ -84,12 +85,25 @@ def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
+def _no_recurrence(reader: Reader, layer: int) -> Mixer | None:
+    return None
+
+
 def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
     """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
     layers = enumerate(spec.layers)
     return replace(
         spec, layers=tuple(replace(layer, mixer=change(index, attention_of(layer))) for index, layer in layers)
     )
+
+
+def each_attention(spec: ModelSpec, change: Callable[[Attention], Attention]) -> ModelSpec:
+    """The spec with another mixer in each layer that has Attention; the others keep theirs."""
+    layers = (
+        replace(layer, mixer=change(layer.mixer)) if isinstance(layer.mixer, Attention) else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def each_ffn(spec: ModelSpec, change: Callable[[int, Dense], Dense]) -> ModelSpec:
@@ -129,6 +143,8 @@ class Architecture:
     reads: frozenset[str] = frozenset()  # common ones of these that it reads
     # metadata that asks for something that no block has, with the reason
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
+    # the mixer of a layer (its index) that has another one than Attention; None where it has Attention
+    recurrence: Callable[[Reader, int], Mixer | None] = _no_recurrence
     refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged  # the spec with what the other keys say
 
     def read(self, file: ModelFile) -> ModelSpec:
@@ -275,15 +291,13 @@ class Reader(KeyReader):
     def _layers(self, n_embd: int) -> tuple[Layer, ...]:
         """The common layer, once for each; tensors differ by name."""
         n_heads = self.integer("attention.head_count", 1, 1 << 14)
-        n_kv_heads = self.integer("attention.head_count_kv", 1, n_heads, default=n_heads)
-        if n_heads % n_kv_heads:
-            self.refuse("attention.head_count_kv", f"must divide the {n_heads} heads: found {n_kv_heads}")
+        n_kv_heads = self._n_kv_heads(n_heads)
         head_dim = self._head_dim(n_embd // n_heads)
         rope, experts = self.rope(head_dim, self.rope_base()), self._experts(n_embd)
         layers = []
         for index in range(self._n_layers()):
             refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim)
-            mixer = Attention(
+            mixer = self.architecture.recurrence(self, index) or Attention(
                 n_embd=n_embd,
                 n_in=n_embd,
                 n_heads=n_heads,
@@ -299,6 +313,20 @@ class Reader(KeyReader):
             else:
                 layers.append(Layer(mixer, self._dense(index, n_embd, refs)))
         return tuple(layers)
+
+    def _n_kv_heads(self, n_heads: int) -> int:
+        """Heads of keys in the layers that have Attention; a file may give the others none."""
+        key = "attention.head_count_kv"
+        if self.architecture.recurrence is _no_recurrence:
+            n_kv_heads = self.integer(key, 1, n_heads, default=n_heads)
+        else:
+            counts = sorted({*self.of_layers(key, 0, n_heads, default=n_heads)} - {0})
+            if len(counts) != 1:
+                self.refuse(key, f"must be one number in the layers that have attention: found {counts!r:.80}")
+            n_kv_heads = counts[0]
+        if n_heads % n_kv_heads:
+            self.refuse(key, f"must divide the {n_heads} heads: found {n_kv_heads}")
+        return n_kv_heads
 
     def _experts(self, n_embd: int) -> ExpertReader | None:
         """What reads the experts; None for a file without."""

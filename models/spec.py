@@ -25,6 +25,12 @@ Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"]
 # softmax over those of the chosen experts.
 RouterFunction = Literal["softmax", "sigmoid", "softmax_of_top_k", "sqrt_softplus"]
 QKNorm = Literal["per_head", "whole"]  # over the head_dim numbers of each head; over all heads of a token together
+# Where a gate on what heads of attention give comes from. in_q: the matrix of queries has 2 n_q rows, for each head
+# head_dim of the query and then head_dim of the gate.
+OutputGate = Literal["in_q"]
+# Which key head a value head h of a recurrence reads: h modulo the number of key heads, or h divided by the number of
+# value heads that share one.
+KeyHeadOrder = Literal["modulo", "divided"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,8 @@ class Attention(Mixer):
         h = norm(x, norm);  q, k, v = the three products with h, plus their biases
         q, k = rope(norm(q, q_norm)), rope(norm(k, k_norm))
         scores = cap(q * scale * temperature(position) @ k, soft_cap) over the window
-        a = norm(softmax(scores) @ v, sub_norm) @ output + output_bias
+        y = softmax(scores) @ v;  y *= sigmoid(gate) if there is an output_gate (Qiu et al., arXiv:2505.06708)
+        a = norm(y, sub_norm) @ output + output_bias
         x += residual_scale * norm(a, post_norm)
     """
 
@@ -200,7 +207,7 @@ class Attention(Mixer):
     n_kv_heads: int
     head_dim: int
     scale: float
-    q: TensorRef  # (n_heads * head_dim, n_in)
+    q: TensorRef  # (n_heads * head_dim, n_in), or with a gate, see OutputGate
     k: TensorRef  # (n_kv_heads * head_dim, n_in)
     v: TensorRef  # (n_kv_heads * head_dim, n_in)
     output: TensorRef  # (n_embd, n_heads * head_dim)
@@ -223,6 +230,7 @@ class Attention(Mixer):
     # (n_heads,), one more score for each head, which takes its share of the softmax and has no value (Xiao et al.,
     # arXiv:2309.17453; gpt-oss, arXiv:2508.10925)
     sinks: TensorRef | None = None
+    output_gate: OutputGate | None = None
 
     @property
     def separate_key_bias(self) -> TensorRef | None:
@@ -235,6 +243,11 @@ class Attention(Mixer):
         return self.n_heads * self.head_dim
 
     @property
+    def n_q_rows(self) -> int:
+        """Rows of the matrix of queries: with gates twice the queries."""
+        return self.n_q if self.output_gate is None else 2 * self.n_q
+
+    @property
     def n_kv(self) -> int:
         """Numbers of all keys of a token, and of all values."""
         return self.n_kv_heads * self.head_dim
@@ -242,8 +255,8 @@ class Attention(Mixer):
     @property
     @override
     def n_activations(self) -> int:
-        """See Block: queries, keys and values."""
-        return self.n_q + 2 * self.n_kv
+        """See Block: queries with their gates, keys and values."""
+        return self.n_q_rows + 2 * self.n_kv
 
     @property
     @override
@@ -290,7 +303,7 @@ class Attention(Mixer):
         q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
         return {
             "norm": (self.n_embd,),
-            "q": (self.n_q, self.n_in),
+            "q": (self.n_q_rows, self.n_in),
             "k": (self.n_kv, self.n_in),
             "v": (self.n_kv, self.n_in),
             "output": (self.n_embd, self.n_q),
@@ -298,11 +311,193 @@ class Attention(Mixer):
             "sub_norm": (self.n_q,),
             "q_norm": (q_norm,),
             "k_norm": (k_norm,),
-            "q_bias": (self.n_q,),
+            "q_bias": (self.n_q_rows,),
             "k_bias": (self.n_kv,),
             "v_bias": (self.n_kv,),
             "output_bias": (self.n_embd,),
             "sinks": (self.n_heads,),
+        }
+
+
+@dataclass(frozen=True)
+class Recurrence(Mixer):
+    """A mixer whose state has one size, however long the text is: each token changes it.
+
+    Its numbers are float32, whatever the type of the KV cache: a rounded state would be another model.
+    """
+
+    n_conv: int  # tokens that the convolution over time sees, the newest among them
+    conv: TensorRef  # (n_channels, n_conv), its last column on the newest token
+
+    @property
+    @abstractmethod
+    def n_channels(self) -> int:
+        """Numbers of a token that go through the convolution."""
+
+    @property
+    @abstractmethod
+    def n_state(self) -> int:
+        """Numbers of the state beside the rows that the convolution looks back at."""
+
+    @property
+    @abstractmethod
+    def n_update(self) -> int:
+        """Numbers of a token from which its change of the state can be made again, without the convolution's row."""
+
+    @property
+    @override
+    def state_kind(self) -> StateKind:
+        return "recurrent"
+
+    @override
+    def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
+        return 4 * (self.n_state + (self.n_conv - 1) * self.n_channels)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes that a token of a draft tree needs until it is committed or dropped."""
+        return 4 * (self.n_update + self.n_channels)
+
+    @override
+    def n_seen(self, n_past: int) -> int:
+        return 0
+
+    @override
+    def n_seen_in_prompt(self, n_tokens: int) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(Recurrence):
+    """A gated delta rule (Yang et al., arXiv:2412.06464) after a short convolution. It adds to the residual stream x:
+
+        h = norm(x, norm);  u = qkv @ h;  z = gate @ h;  b, a = beta @ h, alpha @ h
+        c = silu(sum over j of conv[:, j] * u of n_conv - 1 - j tokens before), which is q, k and v one after the other
+        q, k = q / sqrt(sum(q^2) + norm_epsilon) / sqrt(head_dim), k / sqrt(sum(k^2) + norm_epsilon), by head
+        e = exp(decay * softplus(a + step_bias));  beta = sigmoid(b)
+        S = e S;  d = beta (v - S^T k);  S = S + k d^T;  y = S^T q, for each value head with its key head
+        x += residual_scale * (norm(y, out_norm) * silu(z)) @ output
+
+    S of each value head is (head_dim of k, head_dim of v), zeros before the text. The norm of y is over a head.
+    """
+
+    n_key_heads: int
+    n_value_heads: int
+    head_dim: int
+    key_heads: KeyHeadOrder
+    qkv: TensorRef  # (n_channels, n_embd): queries, then keys of all key heads, then values
+    gate: TensorRef  # (n_v, n_embd)
+    decay: TensorRef  # (n_value_heads,), not above 0
+    step_bias: TensorRef  # (n_value_heads,)
+    out_norm: TensorRef  # (head_dim,)
+    output: TensorRef  # (n_embd, n_v)
+    norm: TensorRef | None = None  # (n_embd,)
+    beta: TensorRef | None = None  # (n_value_heads, n_embd)
+    alpha: TensorRef | None = None  # (n_value_heads, n_embd)
+    # (2 n_value_heads, n_embd), where both are one matrix: for each key head the rows of b of its value heads, then
+    # those of a
+    beta_alpha: TensorRef | None = None
+
+    @property
+    def n_k(self) -> int:
+        """Numbers of all keys of a token, and of all queries."""
+        return self.n_key_heads * self.head_dim
+
+    @property
+    def n_v(self) -> int:
+        """Numbers of all values of a token."""
+        return self.n_value_heads * self.head_dim
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head reads."""
+        if self.key_heads == "modulo":
+            return value_head % self.n_key_heads
+        return value_head // (self.n_value_heads // self.n_key_heads)
+
+    @property
+    @override
+    def n_channels(self) -> int:
+        return 2 * self.n_k + self.n_v
+
+    @property
+    @override
+    def n_state(self) -> int:
+        return self.n_v * self.head_dim
+
+    @property
+    @override
+    def n_update(self) -> int:
+        """See Recurrence: k, d and e."""
+        return self.n_k + self.n_v + self.n_value_heads
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: u, z, b and a."""
+        return self.n_channels + self.n_v + 2 * self.n_value_heads
+
+    @override
+    def multiply_adds(self, n_past: int = 0) -> int:
+        """See Block: the products with weights; two products with S, and its update."""
+        return super().multiply_adds() + 3 * self.n_state
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "norm": (self.n_embd,),
+            "qkv": (self.n_channels, self.n_embd),
+            "gate": (self.n_v, self.n_embd),
+            "beta": (self.n_value_heads, self.n_embd),
+            "alpha": (self.n_value_heads, self.n_embd),
+            "beta_alpha": (2 * self.n_value_heads, self.n_embd),
+            "conv": (self.n_channels, self.n_conv),
+            "decay": (self.n_value_heads,),
+            "step_bias": (self.n_value_heads,),
+            "out_norm": (self.head_dim,),
+            "output": (self.n_embd, self.n_v),
+        }
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrence):
+    """A gated convolution over the last tokens (LFM2, Liquid AI, arXiv:2511.23404). It adds to the residual stream x:
+
+    b, c, u = the thirds of input @ norm(x, norm);  s = b * u
+    x += residual_scale * (c * sum over j of conv[:, j] * s of n_conv - 1 - j tokens before) @ output
+    """
+
+    input: TensorRef  # (3 n_embd, n_embd)
+    output: TensorRef  # (n_embd, n_embd)
+    norm: TensorRef | None = None  # (n_embd,)
+
+    @property
+    @override
+    def n_channels(self) -> int:
+        return self.n_embd
+
+    @property
+    @override
+    def n_state(self) -> int:
+        return 0
+
+    @property
+    @override
+    def n_update(self) -> int:
+        return 0
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: b, c and u."""
+        return 3 * self.n_embd
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "norm": (self.n_embd,),
+            "input": (3 * self.n_embd, self.n_embd),
+            "conv": (self.n_embd, self.n_conv),
+            "output": (self.n_embd, self.n_embd),
         }
 
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgeinfer.models.call_syntax import python_calls, xml_calls
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call of the model."""
 
     text: str  # as emitted, between the marks
-    # name, arguments: parsed from it if it is JSON, else None
+    # name, arguments: parsed from it, None where that is not possible
     name: str | None = None
     arguments: dict[str, Any] | None = None
 
@@ -23,7 +25,12 @@ _CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")
 
 
 def read_calls(text: str) -> list[ToolCall]:
-    """The calls in what a model wrote between the tags: JSON, or names with JSON after them; none if it is neither."""
+    """The calls in what a model wrote between the tags: JSON, names with JSON after them, XML (Qwen3.5) or a list in
+    Python's syntax (LFM2); none if it is none of these.
+    """
+    spelled = xml_calls(text) or python_calls(text)
+    if spelled is not None:
+        return [ToolCall(call.text, call.name, call.arguments) for call in spelled]
     value = _read_json(text)
     if isinstance(value, list):
         calls = [_call(each, json.dumps(each, ensure_ascii=False)) for each in value]

@@ -12,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, cache_sizes, decoder_config
 from edgeinfer.backends.native.experts.cache import cache_bytes, open_cache
 from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.experts.times import expert_seconds
@@ -97,7 +97,7 @@ class NativeBackend:
         return read_spec(model)
 
     def plan(self, model: ModelFile, spec: ModelSpec, settings: LoadSettings) -> MemoryPlan:
-        """Bytes of packed weights, of the KV cache of one session, of activations and experts. Exact, not estimated.
+        """Bytes of packed weights, of the KV cache of all texts, of activations and experts. Exact, not estimated.
 
         The KV cache takes its memory as the text grows; the plan has it whole. An expert cache of at least the bytes of
         all is all experts in memory.
@@ -113,17 +113,17 @@ class NativeBackend:
         config = self._config(model, spec, bits, settings)
         if settings.expert_cache is not None and settings.expert_cache >= experts.n_bytes:
             settings = replace(settings, expert_cache=None)
-        expert_cache, cache_type = settings.expert_cache, settings.cache_type
+        expert_cache, cache = settings.expert_cache, cache_sizes(spec, settings)
         use = MemoryUse(
             self._weight_bytes(model, spec, bits, expert_cache),
-            config.kv_bytes(_core.KvType[cache_type], settings.n_ctx),
+            cache.n_bytes,
             config.activation_bytes(_core.FrontConfig(), settings.n_threads),
             experts=self._expert_bytes(model, experts, expert_cache),
-            windows=window_bytes(spec, settings),
+            windows=cache.windows,
         )
         if expert_cache is None and self._packed_file(model) is not None:
             use = replace(use, mapped=use.weights, mapped_experts=use.experts)
-        return MemoryPlan(settings, use, bits)
+        return MemoryPlan(settings, use, bits, cache.n_positions)
 
     def load(
         self, model: ModelFile, spec: ModelSpec, plan: MemoryPlan, device: Device, progress: Progress | None = None

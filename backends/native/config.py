@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.query_scales import QueryScales
+from edgeinfer.common.arguments import MAX_INT32
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.models import Attention, Dense, Experts, FeedForward, Layer, ModelSpec, RopeSpec, attention_of
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+
+SEGMENT = 128  # slots, kSegment of kv_head.h
 
 # The fields of blocks that decoder_config and the weights take up; see check_blocks.
 _OF_ATTENTION = (
@@ -63,14 +67,47 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     return config
 
 
-def window_bytes(spec: ModelSpec, settings: LoadSettings) -> int:
-    """Bytes of the KV cache in layers that hold a sliding window; none where the window would hold all of a text."""
+@dataclass(frozen=True)
+class CacheSizes:
+    """What the KV cache of all sequences of a model is to have, and the bytes that it takes."""
+
+    n_positions: int  # of all sequences together
+    n_bytes: int
+    windows: int  # of n_bytes, what layers with a sliding window have; 0 where the windows would hold all of the texts
+
+
+def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
+    """The cache of texts of up to n_ctx positions together, and of what is kept of finished ones.
+
+    Each further text may end within a segment of its own.
+    """
+    config = decoder_config(spec, settings.n_ctx, settings.n_batch)
+    n_needed = min(settings.n_ctx + SEGMENT * (settings.n_texts - 1), MAX_INT32)
+    n_positions = n_needed + _further_positions(config, settings, n_needed)
+    n_bytes = _bytes_of(config, settings, n_positions)
+    return CacheSizes(n_positions, n_bytes, _window_bytes(spec, settings, n_positions))
+
+
+def _further_positions(config: _core.DecoderConfig, settings: LoadSettings, n_needed: int) -> int:
+    """Positions, in whole segments, that cache_ram has room for beyond those that are needed."""
+    if not (room := settings.cache_ram_bytes):
+        return 0
+    most = _bytes_of(config, settings, n_needed) + room
+    numbers = range(1, (MAX_INT32 - n_needed) // SEGMENT)  # of segments
+    return SEGMENT * bisect_right(numbers, most, key=lambda n: _bytes_of(config, settings, n_needed + SEGMENT * n))
+
+
+def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: int) -> int:
+    return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx, settings.n_texts, n_positions)
+
+
+def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
     layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
     whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
 
     def n_bytes(of: tuple[Layer, ...]) -> int:
         config = decoder_config(replace(spec, layers=of), settings.n_ctx, settings.n_batch)
-        return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx) if of else 0
+        return _bytes_of(config, settings, n_positions) if of else 0
 
     windows, others = n_bytes(layers), n_bytes(whole)
     return windows if windows < others else 0

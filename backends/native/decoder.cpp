@@ -21,6 +21,26 @@ std::function<bool()> asked_seldom(const std::function<bool()>& poll) {
     };
 }
 
+// What the sequences of a pass write to is theirs, and nobody gives it back, as long as this is there.
+class Reserved {
+public:
+    explicit Reserved(const Pass& pass) : pass_(pass) {
+        std::vector<SequencePool::Want> wants;
+        for (const Sequence& sequence : pass.sequences)
+            wants.push_back({sequence.rows.state, sequence.slot(sequence.last())});
+        SequencePool::reserve(wants);
+        for (const Sequence& sequence : pass.sequences) sequence.rows.state->begin_pass();
+    }
+    ~Reserved() {
+        for (const Sequence& sequence : pass_.sequences) sequence.rows.state->end_pass();
+    }
+    Reserved(const Reserved&) = delete;
+    Reserved& operator=(const Reserved&) = delete;
+
+private:
+    const Pass& pass_;
+};
+
 }  // namespace
 
 Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Kernels& kernels,
@@ -104,11 +124,11 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
     pass.logits = logits;
     pass.expert_device = expert_device_.get();
     pass.squares = squares_.get();
+    const Reserved reserved(pass);  // first: where memory is missing, nothing has begun
     begin(pass);
     stop_.store(false);
     if (interrupts_.load() != interrupts)
         return false;  // in this order: an interrupt is seen here, or sets stop_ after it
-    for (const Sequence& sequence : pass.sequences) sequence.rows.state->reserve(sequence.slot(sequence.last()));
     return run_by_all(pass);
 }
 
@@ -123,9 +143,9 @@ bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const 
     pass.logits = logits;
     pass.first_layer = first_layer;
     pass.start = x;
+    const Reserved reserved(pass);
     begin(pass);
     stop_.store(false);
-    sequence.state->reserve(sequence.n);
     return run_by_all(pass);
 }
 

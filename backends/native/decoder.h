@@ -52,8 +52,8 @@ public:
     // (n_rows, n_logits) are requested, counted over the tokens of all sequences. poll is called by the calling thread
     // now and then, and stops the pass by giving true. Gives false if the pass was stopped; the committed sequences are
     // as before in any case. One pass at a time: another caller waits. interrupts: what interrupts() gave before; if
-    // there are more by now, or while it waits or runs, the pass is stopped. Throws ExpertsUnreadable, RowUnreadable,
-    // DeviceFailed.
+    // there are more by now, or while it waits or runs, the pass is stopped. Throws CacheFull
+    // before it begins, ExpertsUnreadable, RowUnreadable, DeviceFailed.
     bool forward(std::span<const SequenceRows> sequences, const int32_t* rows, int n_rows, float* logits,
                  uint64_t interrupts, const std::function<bool()>& poll);
 

@@ -12,7 +12,7 @@ from edgeinfer.backends.checks import check_features, check_session_size, check_
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, add_inputs, decoder_config, front_config
 from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
-from edgeinfer.backends.native.passes import SequenceRows
+from edgeinfer.backends.native.passes import Listed, SequenceRows
 from edgeinfer.backends.native.session import NativeSequence
 from edgeinfer.backends.native.weights import (
     Part,
@@ -114,6 +114,8 @@ class NativeHeadModel(NativeDecoder, HeadModel):
         """See HeadModel.forward and NativeModel.forward."""
         check_sessions(self, batch)
         sessions: list[NativeHeadSession] = [rows.session for rows in batch]
+        if (outputs := self.forward_few(sessions, batch)) is not None:
+            return outputs
         return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
 
     @override
@@ -145,7 +147,7 @@ class NativeHeadSession(NativeSequence, HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
     def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
-        super().__init__(model, n_ctx, "f16")
+        super().__init__(model, n_ctx, model.pool(n_ctx, "f16"))
         self.model = model
 
     @property
@@ -178,6 +180,13 @@ class NativeHeadSession(NativeSequence, HeadSession):
         if rows.features is None:
             raise ShapeError("rows of a draft head need features, one a token: found none")
         return self._checked(rows, (self.spec.feature_tap,), rows.features)
+
+    @override
+    def lists_of(self, rows: Rows) -> Listed | None:
+        if rows.hidden is not False or rows.features is None:
+            return None
+        taps = (self.spec.feature_tap,)
+        return self.listed(rows.tokens, rows.parents, rows.n_pending, rows.logits, taps, rows.features)
 
     @override
     def combine(self, rows: ArrayLike) -> Features:

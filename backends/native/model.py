@@ -14,18 +14,22 @@ from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.config import add_query_scales
 from edgeinfer.backends.native.experts.cache import ExpertCache
 from edgeinfer.backends.native.machine import best_isa
-from edgeinfer.backends.native.passes import JointPass, SequenceRows
+from edgeinfer.backends.native.passes import JointPass, Listed, SequenceRows, interrupted
+from edgeinfer.backends.native.reused_rows import ReusedRows
+from edgeinfer.backends.native.sequence_pool import SharedPool, full_pool
 from edgeinfer.backends.native.session import NativeSequence, NativeSession
 from edgeinfer.backends.native.tuning import Fields, Tunable, Tuning
 from edgeinfer.backends.native.weights import EmbeddingRows
-from edgeinfer.common.errors import EdgeInferError
+from edgeinfer.common.errors import CacheFull, EdgeInferError
 from edgeinfer.common.file_identity import FileWatch
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType
-from edgeinfer.common.types import Device, MemoryPlan, MemoryUse, Output
+from edgeinfer.common.types import Device, Logits, MemoryPlan, MemoryUse, Output
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.gguf_reader.mapping import MappedFile
+
+_ROWS = 128  # of logits whose memory joint passes use again; only what they write to is there
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class NativeDecoder(OfOneProcess):
         self._expert_cache_bytes = plan.expert_cache
         self.has_expert_cache = isinstance(parts.experts, _core.DiskExperts)
         self.pass_hook: PassHook | None = None
+        self._rows = ReusedRows(_ROWS, spec.n_logits, 2)  # logits of joint passes
         self.beside: MemoryUse | None = None
 
     @property
@@ -153,16 +158,68 @@ class NativeDecoder(OfOneProcess):
         for file in self._files:
             file.check()
 
-    def state(self, n_ctx: int, cache_type: CacheType) -> _core.SequenceState:
-        """The state of a new sequence of this model."""
+    def pool(self, n_ctx: int, cache_type: CacheType, n_sequences: int = 1, n_positions: int = 0) -> SharedPool:
+        """A new pool for sequences of this model.  n_positions: of all together, 0 for n_ctx."""
         self.check_open()
-        return _core.SequenceState(self._config, _core.KvType[cache_type], n_ctx)
+        core = _core.SequencePool(self._config, _core.KvType[cache_type], n_ctx, n_sequences, n_positions)
+        return SharedPool(core, n_sequences)
+
+    def run_lists(self, sequences: Sequence[NativeSequence], lists: list[Listed], out: Logits) -> bool:
+        """Run rows of several sequences in one pass; gives False where they are not as they should be.
+
+        out: (n, n_logits), for the logits. Raises CacheFull, Interrupted, ModelFileChanged.
+        """
+        decoder, whole = self.decoder(), None
+        kept = [sequence.begin() for sequence in sequences]  # what is interrupted has overwritten rows
+        try:
+            if self.pass_hook is None:
+                whole = decoder.forward_lists(lists, out)
+            else:
+                tokens = [token for each in lists for token in each[1]]
+                whole = self.pass_hook(tokens, lambda: decoder.forward_lists(lists, out))
+        except CacheFull:
+            _go_back(sequences, kept)
+            raise
+        if whole is None:
+            _go_back(sequences, kept)
+            return False
+        if not whole:
+            raise interrupted()
+        self.check_files()
+        for sequence, each in zip(sequences, lists, strict=True):
+            sequence.end(each)
+        return True
+
+    def forward_few(self, sequences: Sequence[NativeSequence], batch: Sequence[Rows]) -> list[Output] | None:
+        """The outputs of rows that fit into one pass, checked in C++; None for others, and for what is wrong."""
+        lists, counts, n_rows = [], [], 0
+        for sequence, rows in zip(sequences, batch, strict=True):
+            if (each := sequence.lists_of(rows)) is None:
+                return None
+            lists.append(each)
+            counts.append(len(each[1]) if each[4] else 1)
+            n_rows += len(each[1])
+        if n_rows > self.n_batch:
+            return None
+        out = self._rows.take(sum(counts))
+        if not self.run_lists(sequences, lists, out):
+            return None
+        outputs, first = [], 0
+        for each, n in zip(lists, counts, strict=True):
+            logits = out[first : first + n]
+            # A request keeps the last row of its prompt while it decodes: not in memory that passes use again.
+            outputs.append(Output(logits if n == len(each[1]) else logits.copy(), each[6]))
+            first += n
+        return outputs
 
     def _run(self, sequences: Sequence[NativeSequence], batch: Sequence[SequenceRows]) -> list[Output]:
-        """Run rows of several sequences that were checked. Raises Interrupted, ModelFileChanged."""
+        """Run rows of several sequences that were checked. Raises CacheFull, Interrupted, ModelFileChanged."""
+        wants = (sequence.want(len(rows.links)) for sequence, rows in zip(sequences, batch, strict=True))
+        if (full := full_pool(wants, by_batches=False)) is not None:
+            raise CacheFull(full.core.n_positions)
         joint = JointPass(self.decoder(), batch, self.decoder_spec.n_logits, self.decoder_spec.n_embd)
         for sequence in sequences:
-            sequence.drop_pending()
+            sequence.begin()
         if self.pass_hook is None:
             joint.run(self.n_batch)
         else:
@@ -173,6 +230,12 @@ class NativeDecoder(OfOneProcess):
         return joint.outputs()
 
 
+def _go_back(sequences: Sequence[NativeSequence], kept: Sequence[list[int]]) -> None:
+    """A pass did not begin: what was pending is so still."""
+    for sequence, pending in zip(sequences, kept, strict=True):
+        sequence.go_back(pending)
+
+
 class NativeModel(NativeDecoder, Model):
     """See edgeinfer.backends.base.Model. Made by NativeBackend.load.
 
@@ -180,6 +243,17 @@ class NativeModel(NativeDecoder, Model):
     """
 
     tuning: Tuning | None = None  # how the weights are read, None where that was not chosen; see tuning.tune
+
+    def __init__(self, parts: DecoderParts, spec: ModelSpec, plan: MemoryPlan) -> None:
+        super().__init__(parts, spec, plan)
+        self.n_sequences = plan.n_sequences
+        self._n_positions = plan.n_positions
+        self._pool: SharedPool | None = None  # of all sessions that are as planned
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._pool = None
 
     @property
     @override
@@ -189,9 +263,31 @@ class NativeModel(NativeDecoder, Model):
 
     @override
     def session(self, n_ctx: int | None = None, cache_type: CacheType | None = None) -> NativeSession:
+        """See Model.session. Sessions as planned share the memory of one pool; another one has its own."""
+        self.check_open()
+        if n_ctx is None and cache_type is None:
+            return NativeSession(self, self.n_ctx, self._shared())
         cache_type = self._cache_type if cache_type is None else cache_type
         check_cache(cache_type, self.spec)
-        return NativeSession(self, check_session_size(n_ctx, self.n_ctx), cache_type)
+        n_ctx = check_session_size(n_ctx, self.n_ctx)
+        return NativeSession(self, n_ctx, self.pool(n_ctx, cache_type))
+
+    def _shared(self) -> SharedPool:
+        """The pool of all sessions that are as planned."""
+        if self._pool is None:
+            self._pool = self.pool(self.n_ctx, self._cache_type, self.n_sequences, self._n_positions)
+        return self._pool
+
+    def has_room(self, wants: Sequence[tuple[NativeSession, int]]) -> bool:
+        """See PooledModel.has_room."""
+        if any(session.n_past + n_slots > session.n_ctx for session, n_slots in wants):
+            return False
+        return full_pool((session.want(n_slots) for session, n_slots in wants), by_batches=True) is None
+
+    def forget_parked(self) -> None:
+        """See PooledModel.forget_parked."""
+        if self._pool is not None:
+            self._pool.forget_parked()
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
@@ -201,6 +297,8 @@ class NativeModel(NativeDecoder, Model):
         """
         check_sessions(self, batch)
         sessions: list[NativeSession] = [rows.session for rows in batch]
+        if (outputs := self.forward_few(sessions, batch)) is not None:
+            return outputs
         return self._run(sessions, [session.checked(rows) for session, rows in zip(sessions, batch, strict=True)])
 
     def routing(self) -> NDArray[np.int32]:
@@ -261,7 +359,8 @@ class NativeModel(NativeDecoder, Model):
 
     def tuned(self, n_tokens: int) -> TunedDecoder:
         """What is tuned of this model, with a sequence of its own for passes of up to n_tokens."""
-        return TunedDecoder(self.decoder(), self.state(n_tokens, self._cache_type))
+        state = _core.SequenceState(self._config, _core.KvType[self._cache_type], n_tokens)
+        return TunedDecoder(self.decoder(), state)
 
 
 class TunedDecoder(Tunable):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,20 @@ _Arguments: TypeAlias = tuple[
     NDArray[np.int32],
     HiddenStates,
     int,
+    Features | None,
+]
+
+# The rows of a sequence as `forward_lists` of C++ takes them, see ListArguments there: state, tokens, parents or None
+# for a chain, parents of the pending rows before them, whether all of them or the last one have logits, layers, taps,
+# features.
+Listed: TypeAlias = tuple[
+    _core.SequenceState,
+    list[int],
+    Any,
+    list[int],
+    bool,
+    tuple[int, ...],
+    HiddenStates | None,
     Features | None,
 ]
 

@@ -1,9 +1,8 @@
-"""The state of one sequence: layer states, pending rows, and parked sequences that it may return to."""
+"""The state of one sequence: layer states and pending rows."""
 
 from __future__ import annotations
 
-import mmap
-import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,12 @@ from edgeinfer.backends.checks import (
     common_length,
 )
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.passes import SequenceRows, interrupted
+from edgeinfer.backends.native.passes import Listed, SequenceRows
+from edgeinfer.backends.native.reused_rows import ReusedRows
+from edgeinfer.backends.native.sequence_pool import WORTH_KEEPING, SharedPool, full_pool
 from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.overriding import override
-from edgeinfer.common.settings import CacheType
 from edgeinfer.common.types import LogitsRows, MemoryUse, Output
 from edgeinfer.models import ModelSpec
 
@@ -35,49 +35,22 @@ if TYPE_CHECKING:
     from edgeinfer.backends.native.model import NativeDecoder, NativeModel
 
 _ROWS = 32  # of logits whose memory is used again: as many as a verify pass has
-WORTH_KEEPING = 32  # tokens: a sequence that loses fewer to the next one is not parked
 
 
-class _ReusedRows:
-    """Memory for up to n_rows rows of logits, which are those of the next pass once nobody has any of them any more.
-
-    A verify pass has up to 20 MB of them. Taken anew each time, the allocator would keep twice as much, and a step of a
-    small model would spend a twentieth on page faults; so it is memory of its own, of which only what passes write to
-    is there.
-    """
-
-    def __init__(self, n_rows: int, n_logits: int) -> None:
-        self._n_rows = n_rows
-        self._n_logits = n_logits
-        self._memory: mmap.mmap | None = None
-        self._array: weakref.ref[NDArray[np.float32]] | None = None  # of which all of the last rows were views
-
-    def take(self, n: int) -> NDArray[np.float32]:
-        """(n, n_logits) for the next pass, n <= n_rows. Memory that somebody still has logits in is left to them."""
-        if self._memory is None or (self._array is not None and self._array() is not None):
-            self._memory = mmap.mmap(-1, self._n_rows * self._n_logits * 4, access=mmap.ACCESS_COPY)
-        array = np.frombuffer(self._memory, dtype=np.float32)
-        self._array = weakref.ref(array)  # views keep it alive, whatever they were made of
-        return array[: n * self._n_logits].reshape(n, self._n_logits)
-
-    def drop(self) -> None:
-        """Give the memory back once nobody has logits in it."""
-        self._memory = self._array = None
-
-
-class NativeSequence(OfOneProcess):
+class NativeSequence(OfOneProcess, ABC):
     """The common part of sessions of models and of draft heads."""
 
-    def __init__(self, decoder: NativeDecoder, n_ctx: int, cache_type: CacheType) -> None:
+    def __init__(self, decoder: NativeDecoder, n_ctx: int, pool: SharedPool) -> None:
         self.n_ctx = n_ctx
         self.n_batch: int = decoder.n_batch
         self._decoder = decoder
-        self._state: _core.SequenceState | None = decoder.state(n_ctx, cache_type)
+        self._pool = pool
+        self._state: _core.SequenceState | None = pool.state(self)
         self._parents: list[int] = []  # of what is pending: forwarded and not committed
         self._tokens: list[int] = []
         self._sequence: list[int] = []  # committed
         n_logits = decoder.decoder_spec.n_logits
-        self._row, self._rows = _ReusedRows(1, n_logits), _ReusedRows(_ROWS, n_logits)  # for logits
+        self._row, self._rows = ReusedRows(1, n_logits), ReusedRows(_ROWS, n_logits)  # for logits
         self._keeps_rows = False
 
     @property
@@ -117,9 +90,27 @@ class NativeSequence(OfOneProcess):
         self._rows.take(min(n, _ROWS)).fill(0.0)
 
     def memory(self) -> MemoryUse:
-        """Bytes that the model and this sequence hold now."""
-        use = self._decoder.memory()
-        return replace(use, kv_cache=self._open().used_bytes, windows=self._open().window_bytes)
+        """Bytes that the model and the pool of this sequence hold now."""
+        self._open()
+        use, pool = self._decoder.memory(), self._pool.core
+        return replace(use, kv_cache=pool.used_bytes, windows=pool.window_bytes)
+
+    @property
+    def held(self) -> tuple[_core.SequenceState, list[int]] | None:
+        """The state, and the tokens that are committed; None once this session is closed."""
+        state = self._state
+        return None if state is None else (state, self._sequence[: state.n_past])
+
+    def has_room(self, n_slots: int) -> bool:
+        """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
+
+        Slots of pending rows count among them. Changes nothing.
+        """
+        return self.n_past + n_slots <= self.n_ctx and full_pool([self.want(n_slots)], by_batches=True) is None
+
+    def want(self, n_slots: int) -> tuple[SharedPool, _core.SequenceState, int]:
+        """So many slots after n_past, as full_pool takes them."""
+        return self._pool, self._open(), n_slots
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any sequence of the model."""
@@ -127,6 +118,8 @@ class NativeSequence(OfOneProcess):
 
     def close(self) -> None:
         """Give the memory of this sequence back. Further calls raise. The model stays."""
+        if self._state is not None:
+            self._state.close()
         self._state = None
         self._row.drop()
         self._rows.drop()
@@ -147,14 +140,56 @@ class NativeSequence(OfOneProcess):
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
         return SequenceRows(state, ids, links, is_chain, n_pending, requested, taps, given)
 
-    def drop_pending(self) -> None:
-        """Drop all pending rows: a pass begins that may fail."""
-        self._parents = []
-
     def set_pending(self, rows: SequenceRows) -> None:
         """A pass has ended: its rows are pending, after those that they came after."""
         self._tokens = self._tokens[: rows.n_pending] + rows.tokens.tolist()
         self._parents = rows.links.tolist()
+
+    def listed(
+        self,
+        tokens: ArrayLike,
+        parents: ArrayLike | None,
+        n_pending: int,
+        logits: LogitsRows,
+        taps: tuple[int, ...],
+        features: Any = None,
+    ) -> Listed | None:
+        """What is usual, as C++ checks it in little time; None for what is not, and for what is wrong.
+
+        A step of a small model takes some milliseconds, a pass of a head a tenth of one. The checks in Python, whose
+        code the weights have driven out of the caches, would add a twentieth, and a quarter.
+        """
+        few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
+        if type(few) is not list or type(logits) is not str or type(n_pending) is not int:
+            return None
+        if not 0 <= n_pending <= len(self._parents) or logits not in ("last", "all") or len(few) > self.n_batch:
+            return None
+        if features is not None and not _is_float32(features):
+            return None
+        n_embd = self._decoder.decoder_spec.n_embd
+        tapped = np.empty((len(taps), len(few), n_embd), dtype=np.float32) if taps else None
+        return self._open(), few, parents, self._parents[:n_pending], logits == "all", taps, tapped, features
+
+    @abstractmethod
+    def lists_of(self, rows: Rows) -> Listed | None:
+        """See `listed`."""
+
+    def begin(self) -> list[int]:
+        """Drop all pending rows: a pass begins that may fail. Gives what `go_back` takes where it did not begin."""
+        kept, self._parents = self._parents, []
+        return kept
+
+    def go_back(self, kept: list[int]) -> None:
+        """What was pending is so still."""
+        self._parents = kept
+
+    def end(self, lists: Listed) -> None:
+        """A pass has ended: its rows are pending, after those that they came after."""
+        _, few, parents, pending, *_ = lists
+        n_pending = len(pending)
+        links: Any = range(n_pending - 1, n_pending + len(few) - 1) if parents is None else parents
+        self._tokens = self._tokens[:n_pending] + few
+        self._parents = [*pending, *links]
 
     def _forward_few(
         self,
@@ -165,40 +200,12 @@ class NativeSequence(OfOneProcess):
         taps: tuple[int, ...],
         features: Any = None,
     ) -> Output | None:
-        """What is usual, checked in C++ and so in little time; None for what is not, and for what is wrong.
-
-        A step of a small model takes some milliseconds, a pass of a head a tenth of one. The checks in Python, whose
-        code the weights have driven out of the caches, would add a twentieth, and a quarter.
-        """
-        few: Any = tokens.tolist() if isinstance(tokens, np.ndarray) and tokens.ndim == 1 else tokens
-        if type(few) is not list or type(logits) is not str or type(n_pending) is not int:
+        """The output of a pass of these rows alone; None where they are not as `listed` has them."""
+        if (lists := self.listed(tokens, parents, n_pending, logits, taps, features)) is None:
             return None
-        if not 0 <= n_pending <= len(self._parents) or logits not in ("last", "all"):
-            return None
-        if features is not None and not _is_float32(features):
-            return None
-        n, pending = len(few), self._parents[:n_pending]
-        spec = self._decoder.decoder_spec
+        n = len(lists[1])
         out = self._logits_of(n, n if logits == "all" else 1)
-        tapped = np.empty((len(taps), n, spec.n_embd), dtype=np.float32) if taps else None
-        state, decoder, kept = self._open(), self._decoder.decoder(), self._parents
-        before, self._parents = self._tokens[:n_pending], []  # first: a pass that is interrupted has overwritten them
-        pass_hook = self._decoder.pass_hook
-        if pass_hook is None:
-            whole = decoder.forward_lists(state, few, parents, pending, out, taps, tapped, features)
-        else:
-            arguments = (state, few, parents, pending, out, taps, tapped, features)
-            whole = pass_hook(few, lambda: decoder.forward_lists(*arguments))
-        if whole is None:
-            self._parents = kept
-            return None
-        if not whole:
-            raise interrupted()
-        self._decoder.check_files()
-        self._tokens = before + few
-        links: Any = range(n_pending - 1, n_pending + n - 1) if parents is None else parents
-        self._parents = [*pending, *links]
-        return Output(out, tapped)
+        return Output(out, lists[6]) if self._decoder.run_lists([self], [lists], out) else None
 
     def _logits_of(self, n: int, n_rows: int) -> NDArray[np.float32]:
         """Memory for n_rows rows of logits of a pass of n tokens: that of an earlier pass, where it is free.
@@ -219,10 +226,9 @@ class NativeSequence(OfOneProcess):
 class NativeSession(NativeSequence, Session):
     """See edgeinfer.backends.base.BranchingSession."""
 
-    def __init__(self, model: NativeModel, n_ctx: int, cache_type: CacheType) -> None:
-        super().__init__(model, n_ctx, cache_type)
+    def __init__(self, model: NativeModel, n_ctx: int, pool: SharedPool) -> None:
+        super().__init__(model, n_ctx, pool)
         self.model = model
-        self._parked: dict[int, list[int]] = {}  # sequences that the state has parked, by its number
 
     @property
     @override
@@ -240,7 +246,7 @@ class NativeSession(NativeSequence, Session):
         hidden: bool | Sequence[int] = False,
     ) -> Output:
         """See BranchingSession.forward. A chain may have any length, where the model has no windows."""
-        taps = check_taps(hidden, self.spec.n_layers)
+        taps = self._taps_of(hidden)
         if (out := self._forward_few(tokens, parents, n_pending, logits, taps)) is not None:
             return out
         return self.model.forward([Rows(self, tokens, parents, logits, hidden, n_pending)])[0]
@@ -249,44 +255,45 @@ class NativeSession(NativeSequence, Session):
         """Rows of this sequence, checked. Raises ShapeError, ContextOverflow, InvalidArgument."""
         if rows.features is not None:
             raise InvalidArgument("only rows of draft heads have features")
-        return self._checked(rows, check_taps(rows.hidden, self.spec.n_layers), None)
+        return self._checked(rows, self._taps_of(rows.hidden), None)
+
+    @override
+    def lists_of(self, rows: Rows) -> Listed | None:
+        if rows.features is not None:
+            return None
+        return self.listed(rows.tokens, rows.parents, rows.n_pending, rows.logits, self._taps_of(rows.hidden))
+
+    def _taps_of(self, hidden: bool | Sequence[int]) -> tuple[int, ...]:
+        """See check_taps."""
+        return () if hidden is False else check_taps(hidden, self.spec.n_layers)
 
     @override
     def reuse_prefix(self, tokens: ArrayLike) -> int:
-        """See Session.reuse_prefix. Finds the last sequences too, as long as their memory was not needed for another.
+        """See Session.reuse_prefix. Finds parked sequences and other sessions of the pool too.
 
-        They share what they have in common, and take nothing beyond the planned cache.
+        Sequences share what they have in common, and nothing beyond the planned cache is taken.
         """
         state = self._open()
         ids = np.asarray(tokens).tolist()
         self._parents = []
         del self._sequence[state.n_past :]
-        self._parked = {number: self._parked[number] for number in state.parked() if number in self._parked}
         n_common = common_length(self._sequence, ids)
         if len(self._sequence) - n_common >= WORTH_KEEPING:
-            self._park()
-        lengths = {
-            number: state.reach_parked(number, common_length(sequence, ids))
-            for number, sequence in self._parked.items()
-        }
-        best = max(lengths, key=lengths.__getitem__, default=-1)
-        if lengths.get(best, 0) <= state.reach(n_common):
+            self._pool.park(state, self._sequence)
+        n_shared = self._pool.share_prefix(self, ids, state.reach(n_common))
+        if not n_shared:
             return self.truncate(n_common)
-        state.truncate(0)
-        self._sequence = ids[: lengths[best]]
-        return state.resume(best, lengths[best])
+        self._sequence = ids[:n_shared]
+        return n_shared
 
-    def _park(self) -> None:
-        """Park the committed sequence, unless a parked one can be cut to it; forget those that it can be cut to."""
-        state, n_past = self._open(), len(self._sequence)
-        lengths = {number: common_length(sequence, self._sequence) for number, sequence in self._parked.items()}
-        if any(n == n_past and state.reach_parked(number, n) == n for number, n in lengths.items()):
-            return
-        for number, length in lengths.items():
-            if length == len(self._parked[number]) and state.reach(length) == length:
-                state.forget(number)
-                del self._parked[number]
-        self._parked[state.park()] = list(self._sequence)
+    def park(self) -> None:
+        """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""
+        state = self._open()
+        self._parents = []
+        del self._sequence[state.n_past :]
+        if len(self._sequence) >= WORTH_KEEPING:
+            self._pool.park(state, self._sequence)
+        self.truncate(0)
 
 
 def _is_float32(values: object) -> bool:

@@ -65,7 +65,7 @@ def build_model(model: ModelFile, spec: ModelSpec, n_ctx: int, style: Style, tap
 
     Raises UnsupportedModel for a block or a tensor type without a rule.
     """
-    _check_spec(spec, model.path)
+    check_spec(spec, model.path)
     assert spec.token_embd is not None  # whole models have them
     embedding = Embedding(model, spec.token_embd, (spec.n_vocab, spec.n_embd), spec.embedding_scale)
     return _DecoderBuilder(model, spec, embedding, n_ctx, style).build(taps=taps)
@@ -82,7 +82,7 @@ def build_head(
     if not isinstance(front, GatedFusion):
         raise UnsupportedModel(f"{head.path}: EAGLE-3 heads have no ONNX graph: run them on the native engine (-md)")
     check_blocks([("front", front)], OF_HEADS, "onnx", head.path)
-    _check_spec(decoder, head.path)
+    check_spec(decoder, head.path)
     assert target_spec.token_embd is not None
     if decoder.token_embd is not None or decoder.output is None or decoder.output_norm is not None:
         raise UnsupportedModel(
@@ -130,7 +130,7 @@ def build_move(spec: ModelSpec) -> Graph:
     return graph
 
 
-def _check_spec(spec: ModelSpec, path: object) -> None:
+def check_spec(spec: ModelSpec, path: object) -> None:
     """Raises UnsupportedModel for blocks, or fields of blocks, that have no rule."""
     check_blocks(spec.blocks(), BLOCKS, "onnx", path)
     for index, layer in enumerate(spec.layers):

@@ -38,7 +38,8 @@ from edgeinfer.common.files import state_folder
 
 if TYPE_CHECKING:
     from edgeinfer.cli.sessions import Session
-    from edgeinfer.engine import Engine, RequestOptions
+    from edgeinfer.engine import Engine
+    from edgeinfer.stream import ChoiceOptions
 
 
 _OPTIONS = (
@@ -148,7 +149,7 @@ def _answer_once(
             conversation.system = system
     bar = ProgressBar("reading the prompt")
     constraint = constraint_given(flags)
-    request: RequestOptions = {**sampling_given(flags), **constraint}
+    request: ChoiceOptions = {**sampling_given(flags), **constraint}
     answer = conversation.send(message, max_tokens=max_tokens(flags), stop=flags["stop"], progress=bar, **request)
     is_plain = flags["plain"] or bool(constraint)
     thinking = Thinking(is_shown=flags["show_reasoning"] and not as_json, is_plain=is_plain)

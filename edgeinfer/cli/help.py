@@ -20,7 +20,10 @@ _ONE_RANGE = r"(?:-?[\d.]+<=?)?x[<>]=?-?[\d.]+"  # as click shows it; an error s
 _VARIABLE = re.compile(r"(?<=\[)env var: \w+; |  \[env var: \w+\]")  # which docs/environment.md lists
 _RANGE = re.compile(rf"; {_ONE_RANGE}(?=\])|  \[{_ONE_RANGE}\]")
 _MODEL = ("model", "hf_repo", "hf_file", "n_threads", "backend")
-_MEMORY = ("n_ctx", "budget", "cache_type", "cache_type_k", "cache_type_v", "n_batch", "expert_cache", "ternary_bits")
+_MEMORY = (
+    *("n_ctx", "parallel", "budget", "cache_type", "cache_type_k", "cache_type_v", "cache_ram", "n_batch"),
+    *("expert_cache", "ternary_bits"),
+)
 _EXPERTS = ("expert_device", "expert_device_bytes", "verify")
 _SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device", "draft_memory")
 _SAMPLING = (
@@ -32,7 +35,7 @@ _CONSTRAINTS = ("json_schema", "json_schema_file", "grammar", "grammar_file", "r
 _ASKED = {
     "Model": _MODEL,
     "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
-    "Output": ("predict", "stop", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
+    "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
     "What an answer may be": _CONSTRAINTS,
     "Memory": (*_MEMORY, *_EXPERTS),
@@ -41,6 +44,7 @@ _ASKED = {
 GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that has more than a few options
     "chat": _ASKED,
     "generate": _ASKED,
+    "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
     "simulate": {"Simulation": ("fpga_folder", "completes"), **_ASKED},
     "profile": {
         "Model": _MODEL,

@@ -18,7 +18,7 @@ from edgeinfer.cli.streams import check_stdout
 from edgeinfer.cli.terminal import ProgressBar, note
 from edgeinfer.common.arguments import check_file_name
 from edgeinfer.common.errors import EdgeInferError, InvalidArgument
-from edgeinfer.common.settings import CacheType, TernaryBits, options_of, variable_of
+from edgeinfer.common.settings import MAX_PARALLEL, CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
 from edgeinfer.speculation.draft_names import MODEL_FREE
@@ -100,6 +100,21 @@ class _DrafterName(click.Choice):  # type: ignore[type-arg,unused-ignore]  # gen
                 f"{value!r} is not {', '.join(self.choices[:-1])} or {self.choices[-1]}; -md names a file", param, ctx
             )
         return value
+
+
+class _CacheRam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
+    """The type of --cache-ram: a size with a unit. llama.cpp's numbers are MiB, those of other options here bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text, or None for 0; a usage error for a number without a unit."""
+        text = str(value).strip()
+        if text.lstrip("+-").isdigit():
+            if int(text) == 0:
+                return None
+            self.fail(f"{text} has no unit: give --cache-ram {text.lstrip('+-')}MiB, or GiB", param, ctx)
+        return text
 
 
 class _DraftMax(click.IntRange):
@@ -236,6 +251,8 @@ _PLAN_OPTIONS = (  # of `profile` too
         "-ctv", "--cache-type-v", type=click.Choice(_CACHE_TYPES), help="As --cache-type, with the same -ctk."
     ),
     load_option("n_batch", type=click.IntRange(1)),
+    load_option("parallel", type=click.IntRange(1, MAX_PARALLEL)),
+    load_option("cache_ram", type=_CacheRam()),
 )
 _MODEL_OPTIONS = (
     variable_option(

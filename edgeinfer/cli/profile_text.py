@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 
+from edgeinfer.common.settings import DEFAULT_PARALLEL
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.profiler.fit import BEST, Fitted
 from edgeinfer.profiler.machine import Machine
@@ -53,7 +54,8 @@ def profile_lines(found: Profile) -> Iterator[str]:
 
 def _heading(found: Profile) -> Iterator[str]:
     settings = found.settings
-    yield f"{found.path.name}: n_ctx {settings.n_ctx}, cache {settings.cache_type}, {found.backend} backend"
+    texts = "" if settings.n_texts in (1, DEFAULT_PARALLEL) else f", {settings.n_texts} texts at once"
+    yield f"{found.path.name}: n_ctx {settings.n_ctx}{texts}, cache {settings.cache_type}, {found.backend} backend"
     yield f"machine: {', '.join(_machine_facts(found.machine))}"
 
 
@@ -173,6 +175,10 @@ def _as_flags(row: Fitted) -> str:
     flags += [f"--drafter {name}" if name in _DRAFTER_NAMES else f"-md {shlex.quote(name)}" for name in named]
     if settings.expert_cache is not None:
         flags.append(f"--expert-cache {settings.expert_cache}")
+    if settings.n_texts not in (1, DEFAULT_PARALLEL):
+        flags.append(f"-np {settings.n_texts}")
+    if settings.cache_ram_bytes:
+        flags.append(f"--cache-ram {settings.cache_ram_bytes}B")
     return " ".join(flags) + ("; it changes the text" if row.changes_text else "")
 
 

@@ -102,6 +102,25 @@ class ContextOverflow(EdgeInferError):
         self.at_least = at_least
 
 
+class CacheFull(EdgeInferError):
+    """Sequences that run hold all of the KV cache, which has `n_positions`; the sessions are unchanged."""
+
+    def __init__(self, n_positions: int) -> None:
+        super().__init__(
+            f"the KV cache of {n_positions} positions is full; run fewer texts at once, or raise n_ctx (-c) or "
+            "cache_ram (--cache-ram)"
+        )
+        self.n_positions = n_positions
+
+
+class EngineBusy(EdgeInferError):
+    """Too many texts wait for the engine: `n_waiting`. Ask again later."""
+
+    def __init__(self, n_waiting: int) -> None:
+        super().__init__(f"{n_waiting} texts wait already, which is the most: ask again when some have ended")
+        self.n_waiting = n_waiting
+
+
 class BudgetExceeded(EdgeInferError):
     """The memory plan needs more memory than is available."""
 

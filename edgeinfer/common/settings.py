@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
-from edgeinfer.common.arguments import MAX_INT32, check_choice, check_integer
+from edgeinfer.common.arguments import MAX_INT32, check_choice, check_integer, shown
+from edgeinfer.common.errors import InvalidArgument
+from edgeinfer.common.sizes import parse_size
 
 CacheType: TypeAlias = Literal["f16", "q8_0", "k6v4"]
 """Numbers of the KV cache. f16: half floats.  q8_0: 8-bit codes with one scale for each 32, 56 % of the bytes.
@@ -22,6 +24,7 @@ TernaryBits: TypeAlias = Literal["2", "1.6"]
 Check: TypeAlias = Callable[[str, object], object]  # of a name and a value; gives the value to keep
 _Class = TypeVar("_Class", bound=type)
 _KEY, _WIDTH = "option", 120
+MAX_PARALLEL, DEFAULT_PARALLEL = 64, 4
 DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cost of more is measured
 
 
@@ -77,11 +80,21 @@ def integer(least: int, most: int | None = None) -> Check:
     return lambda name, value: check_integer(name, value, least, most)
 
 
+def _cache_ram(name: str, value: object) -> object:
+    """The value of a size; a number as Python's own. 0 is none."""
+    n_bytes = 0 if value == 0 and not isinstance(value, bool) else parse_size(value, name, "the memory").n_bytes
+    if n_bytes is None:
+        raise InvalidArgument(f'{name} must be bytes, a size such as "2GiB", or None: found {shown(value)}')
+    return value if isinstance(value, str) else n_bytes
+
+
 class PlanKeywords(TypedDict, total=False):
     """The fields of PlanOptions as keyword arguments."""
 
     n_batch: int
     cache_type: CacheType
+    parallel: int | None
+    cache_ram: str | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +120,26 @@ class PlanOptions:
         '"k6v4" (native and reference), keys of 6 bits and values of 4, 33 %, with a loss that docs/memory.md has '
         "measured.",
     )
+    parallel: int | None = option(
+        None,
+        "-np",
+        "--parallel",
+        check=or_none(integer(1, MAX_PARALLEL)),
+        metavar="N",
+        help=f"Most texts that run at once.  [default: {DEFAULT_PARALLEL}]",
+        text="most texts that run at once, 1 to 64, which share the positions of the context. Only the native backend "
+        f"runs more than one. None is {DEFAULT_PARALLEL} where the budget has room for them.",
+    )
+    cache_ram: str | int | None = option(
+        None,
+        "-cram",
+        "--cache-ram",
+        check=or_none(_cache_ram),
+        metavar="SIZE",
+        help="Memory to keep what finished texts have in the KV cache (2GiB).  [default: what no text needs]",
+        text="memory for what finished texts leave in the KV cache beyond what running ones need, so that later texts "
+        'that begin so need not read it again: bytes, or a text such as "2GiB". None is nothing beyond.',
+    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +160,16 @@ class LoadSettings(PlanOptions):
         """Those that options ask for.  others: further fields, and what is not as in the options."""
         given = {each.name: getattr(options, each.name) for each in fields(PlanOptions)}
         return cls(n_ctx, **given | others)
+
+    @property
+    def n_texts(self) -> int:
+        """Most texts that run at once."""
+        return self.parallel or 1
+
+    @property
+    def cache_ram_bytes(self) -> int:
+        """The memory for what finished texts leave; 0 for none."""
+        return (0 if not self.cache_ram else parse_size(self.cache_ram, "cache_ram", "the memory").n_bytes) or 0
 
     @property
     def of_model(self) -> LoadSettings:

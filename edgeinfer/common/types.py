@@ -83,6 +83,17 @@ class MemoryPlan:
     settings: LoadSettings  # as the backend takes them; n_ctx, n_batch, cache_type and expert_cache are theirs
     use: MemoryUse
     ternary_bits: TernaryBits = "2"  # that a ternary weight takes in memory, which changes no bit of the result
+    cache_positions: int | None = None  # of all texts together, None for those of one
+
+    @property
+    def n_sequences(self) -> int:
+        """Most texts that run at once."""
+        return self.settings.n_texts
+
+    @property
+    def n_positions(self) -> int:
+        """Positions of the KV cache, which all texts share; what texts have in common is there once."""
+        return self.settings.n_ctx if self.cache_positions is None else self.cache_positions
 
     @property
     def n_ctx(self) -> int:

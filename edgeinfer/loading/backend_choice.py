@@ -18,7 +18,7 @@ from edgeinfer.common.errors import (
     UnsupportedModel,
     warn,
 )
-from edgeinfer.common.settings import LoadSettings
+from edgeinfer.common.settings import DEFAULT_PARALLEL, LoadSettings
 from edgeinfer.common.types import Device, ExpertSizes, MemoryPlan
 from edgeinfer.loading.options import BackendName, LoadOptions, TernaryChoice
 from edgeinfer.models import ModelSizes
@@ -134,7 +134,12 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
             )
     is_ternary = not TERNARY_TYPES.isdisjoint(info.type for info in file.tensors.values())
     is_measured = backend.name == "native" and options.ternary_bits == "auto" and is_ternary
-    more = {"n_threads": device.n_threads, "expert_cache": expert_cache, "draft": options.drafter_names()}
+    more: dict[str, object] = {
+        "n_threads": device.n_threads,
+        "expert_cache": expert_cache,
+        "draft": options.drafter_names(),
+    }
+    more |= _sharing(backend, options)
     requested = LoadSettings.of(options, n_ctx, **more).with_batch()
     target = Target(file, backend, spec, device, requested, sizes)
     if is_measured:
@@ -142,6 +147,15 @@ def _target_on(backend: Backend, file: ModelFile, options: LoadOptions) -> Targe
     with suppress(BudgetExceeded):  # of a device; it is said later, with what would fit
         (target.rough or target).planned(requested)  # what the backend does not run is refused now
     return target
+
+
+def _sharing(backend: Backend, options: LoadOptions) -> dict[str, object]:
+    """How many texts a backend runs at once; with a warning where its model has one session, and more are asked for."""
+    if backend.name == "native":
+        return {"parallel": options.parallel or DEFAULT_PARALLEL}
+    if options.parallel is not None and options.parallel > 1:
+        warn(f"texts run one after the other: the {backend.name} backend has one session, not {options.parallel}")
+    return {"parallel": 1, "cache_ram": None}
 
 
 def _target_on_llama_cpp(file: ModelFile, options: LoadOptions, refused: UnsupportedModel) -> Target:

@@ -23,11 +23,12 @@ _STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its sta
 _FLOAT = 4
 # Of a request: the words of its text, pieces of the answer, code that runs for the first time; and each token as a
 # number that several lists have.
-_REQUEST_BYTES, _TOKEN_BYTES = 2 << 20, 128
+_REQUEST_BYTES, _TEXT_BYTES, _TOKEN_BYTES = 2 << 20, 128 << 10, 128  # _TEXT_BYTES: of one more text that runs
 # Rows of logits: of the prompt, of a pass and of the one before, and where logits are changed two copies. A draw from
 # all of a flat distribution takes 12 bytes a token beside them (see sampler.cpp), three rows more. Two are for gaps
 # that the allocator has between those that come and go.
 _ROWS = 10
+_ROWS_OF_TEXT = 3  # of each further text that runs: of its prompt, of a pass and of the one before
 
 
 def process_of(planned: PlannedModel | Target, drafters: DraftPlan | DraftChoice | None) -> Process:
@@ -105,7 +106,10 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
 def sampling_bytes(planned: PlannedModel, drafters: DraftPlan | None) -> int:
     """Logits, what a draw takes, and texts as Python's objects."""
     n_rows = _ROWS if drafters is None else _ROWS + _most_nodes(planned, drafters)
-    return n_rows * _FLOAT * planned.spec.n_vocab + _REQUEST_BYTES + _TOKEN_BYTES * planned.plan.n_ctx
+    plan = planned.plan
+    n_rows += _ROWS_OF_TEXT * (plan.n_sequences - 1)
+    n_bytes = _REQUEST_BYTES + (plan.n_sequences - 1) * _TEXT_BYTES + _TOKEN_BYTES * plan.n_positions
+    return n_rows * _FLOAT * planned.spec.n_vocab + n_bytes
 
 
 def _most_nodes(planned: PlannedModel, drafters: DraftPlan) -> int:

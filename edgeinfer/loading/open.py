@@ -78,7 +78,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(device_experts.close)
     file.unmap()
     give_back_freed()
-    loaded = Loaded(file, planned.plan, planned.device, planned.backend.name, plan.ledger)
+    loaded = Loaded(file, planned.plan, planned.device, planned.backend.name, plan.ledger, planned.plan.n_sequences)
     return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts))
 
 

@@ -25,6 +25,7 @@ from edgeinfer.memory.fit import (
     ReducibleSetting,
     S,
     SteppedSetting,
+    fewer_texts,
     fit,
     least_settings,
     smaller_batches,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
 Draft: TypeAlias = str | tuple[str, ...]  # of LoadSettings
+_HALVINGS = 5  # of cache_ram, before nothing of finished texts is kept beyond what running ones leave
 _CHANGING = ("llama.cpp",)  # backends whose text depends on the batch: theirs is never made smaller
 
 
@@ -213,6 +215,8 @@ class _Load:
         model = replace(model, plan=replace(model.plan, use=use))
         ledger = ledger_of(model, drafters, self._planner.process)
         steps = tuple(_steps(self._target, self._choice, self._requested, settings))
+        if self._options.parallel is not None and settings.n_texts < self._requested.n_texts:
+            steps = (f"{settings.n_texts} texts at once rather than {self._options.parallel}", *steps)
         dropped = {} if self._choice is None else self._choice.dropped
         return LoadPlan(model, drafters, device_experts, ledger, self._limit, self._requested, settings, steps, dropped)
 
@@ -221,6 +225,10 @@ class _Load:
         """The settings that can be reduced, the least useful first."""
         target, choice = self._target, self._choice
         reducible: list[ReducibleSetting] = []
+        if n_bytes := target.requested.cache_ram_bytes:
+            values = (target.requested.cache_ram, *(n_bytes >> i for i in range(1, _HALVINGS)), None)
+            reducible.append(SteppedSetting("cache_ram", values))
+        reducible.append(fewer_texts(target.requested.n_texts))
         if choice is not None:
             reducible += [
                 SteppedSetting("tables", choice.table_steps(target.requested.n_ctx)),
@@ -299,6 +307,9 @@ def _steps(target: Target, choice: DraftChoice | None, requested: FitSettings, s
         asked = target.sizes.total if requested.expert_cache is None else requested.expert_cache
         rather = f"all experts, {human_bytes(asked)}" if requested.expert_cache is None else human_bytes(asked)
         yield f"an expert cache of {human_bytes(settings.expert_cache)} rather than {rather}"
+    if settings.cache_ram_bytes != requested.cache_ram_bytes:
+        kept = human_bytes(settings.cache_ram_bytes) if settings.cache_ram_bytes else "nothing"
+        yield f"{kept} rather than {human_bytes(requested.cache_ram_bytes)} for what finished texts leave"
     if settings.n_batch != requested.n_batch:
         yield f"batches of {settings.n_batch} tokens rather than {requested.n_batch}, so prompts take longer"
 

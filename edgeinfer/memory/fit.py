@@ -1,9 +1,9 @@
 """Fits the settings of a load into a limit of memory: reduces some, in a fixed order. Pure: plans are numbers.
 
-The least useful is reduced first: draft tables shrink, a draft model or a head is left out, the expert cache shrinks,
-and last the batch. None of them changes the output. Once the plan fits, what was reduced before the last step grows
-again as far as there is room. What a caller would notice, such as a shorter context or a smaller cache type, is only
-proposed or listed.
+The least useful is reduced first: less is kept of finished texts, fewer texts run at once, draft tables shrink, a draft
+model or a head is left out, the expert cache shrinks, and last the batch. None of them changes the output. Once the
+plan fits, what was reduced before the last step grows again as far as there is room. What a caller would notice, such
+as a shorter context or a smaller cache type, is only proposed or listed.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ class SteppedSetting:
 
     def _with(self, settings: S, value: Any) -> S:
         return replace(settings, **{self.field: value})
+
+
+def fewer_texts(n_texts: int) -> SteppedSetting:
+    """Texts that run at once, halved down to one."""
+    values = [n_texts]
+    while values[-1] > 1:
+        values.append(values[-1] // 2)
+    return SteppedSetting("parallel", values)
 
 
 def smaller_batches(n_batch: int) -> SteppedSetting:

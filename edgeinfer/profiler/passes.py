@@ -142,7 +142,7 @@ class Work:
         read, compute = _limits_of(machine)
         of_output = self.output_bytes / max(1, self.n_bytes)
         whole = {n: max(self.n_bytes / read, n * self.multiply_adds / compute) for n in (1, 2, 4, 8, 16, 32, PROMPT)}
-        position = plan.use.kv_cache / max(1, plan.n_ctx * spec.n_layers) / read
+        position = plan.use.kv_cache / max(1, plan.n_positions * spec.n_layers) / read
         layers = {n: seconds * (1.0 - of_output) for n, seconds in whole.items()}
         output = {n: seconds * of_output for n, seconds in whole.items()}
         return PassTimes(layers, output, position, 0.0, False)

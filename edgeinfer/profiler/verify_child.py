@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from bisect import bisect_left
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from edgeinfer.common.errors import EdgeInferError
@@ -41,7 +43,10 @@ def _measure(asked: dict[str, Any]) -> dict[str, Any]:
         busy = Busy(engine.device.n_threads)
         speeds: list[dict[str, Any]] = []
         busy.seconds(lambda: speeds.extend(_speeds(engine, asked["prompt_tokens"])))
-        found = {"ledger": engine.memory.as_json(), "n_tokens": engine.session.n_past, "speeds": speeds}
+        n_tokens = engine.scheduler.longest
+        with ExitStack() as others:  # as if they ran
+            _fill(engine, others)
+            found = {"ledger": engine.memory.as_json(), "n_tokens": n_tokens, "speeds": speeds}
         is_cached = engine.memory_plan.expert_cache is not None  # then threads wait for the disk, not for the cores
         return found | {"was_disturbed": busy.was_disturbed and not is_cached}
 
@@ -69,6 +74,24 @@ def _speeds(engine: Engine, prompt_tokens: int) -> Iterator[dict[str, Any]]:
     timings = _run(engine, text[2 : 2 + full], answer)
     yield _speed("full context", timings, full, answer)
     engine.speculator = drafting
+
+
+def _fill(engine: Engine, others: ExitStack) -> None:
+    """Fill what the first text leaves of a KV cache for several. others: gets what closes their sessions."""
+    from edgeinfer.backends.base import PooledModel, run_sequence
+
+    model = engine.session.model
+    if not isinstance(model, PooledModel) or model.n_sequences == 1 and not engine.memory_plan.settings.cache_ram:
+        return
+    model.forget_parked()
+    text = _text(engine)
+    for number in itertools.count(1):
+        session = model.session()
+        others.callback(session.close)
+        n = bisect_left(range(1, engine.n_ctx + 1), True, key=lambda n: not session.has_room(n))
+        if not n:
+            return
+        run_sequence(session, text[number % len(text) :][:n], logits="none")
 
 
 def _text(engine: Engine) -> list[int]:

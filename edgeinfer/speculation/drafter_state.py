@@ -59,9 +59,9 @@ class _Guard:
 class DrafterState:
     """A drafter, its acceptance probabilities, and whether it is asked for drafts."""
 
-    def __init__(self, drafter: Drafter, acceptance_rate: float | None = None) -> None:
+    def __init__(self, drafter: Drafter, table: AcceptanceTable) -> None:
         self.drafter = drafter
-        self.table = AcceptanceTable(acceptance_rate)
+        self.table = table
         self.model_based = drafter if isinstance(drafter, ModelBasedDrafter) else None
         self.feature_drafter = drafter if isinstance(drafter, FeatureDrafter) else None
         self.background = drafter if isinstance(drafter, BackgroundDrafter) else None

@@ -48,10 +48,12 @@ class _Mean:
 class Payoff:
     """Measures steps with and without drafts, and says which step is to be made without."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_texts: int = 1) -> None:
+        """n_texts: in each step."""
+        self._n_texts = n_texts
         self._plain, self._drafted = _Mean(), _Mean()
-        self._since_plain = 0  # tokens
-        self._left_to_rest = 0  # tokens
+        self._since_plain = 0.0  # tokens of a text
+        self._left_to_rest = 0.0  # tokens of a text
         self._rest = _REST
         self._n_steps = 0  # with drafts since the last rest
 
@@ -77,16 +79,16 @@ class Payoff:
         self._rest = max(_REST, self._rest // 2)
         self._left_to_rest = min(self._left_to_rest, self._rest)
 
-    def count_plain(self, seconds: float) -> None:
-        """A step of one token, without what drafters took."""
-        self._plain.add(1, seconds)
-        self._since_plain = 0
+    def count_plain(self, seconds: float, n_tokens: int = 1) -> None:
+        """A step without drafts: of a token for each text, without what drafters took."""
+        self._plain.add(n_tokens, seconds)
+        self._since_plain = 0.0
 
     def count(self, n_tokens: int, seconds: float, asked: bool) -> None:
         """A step gave n_tokens. seconds: with all that drafters took.  asked: they were asked for drafts."""
-        self._since_plain += n_tokens
+        self._since_plain += n_tokens / self._n_texts
         if not asked:
-            self._left_to_rest = max(0, self._left_to_rest - n_tokens)
+            self._left_to_rest = max(0.0, self._left_to_rest - n_tokens / self._n_texts)
             return
         self._drafted.add(n_tokens, seconds)
         self._n_steps += 1

@@ -1,34 +1,40 @@
-"""The speculation loop: ask the drafters, select a tree, verify it, keep what is accepted, learn."""
+"""Speculation in a pass: ask the drafters, select trees, and after the pass keep what is accepted, and learn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 
 from edgeinfer.backends.base import Session
-from edgeinfer.common.errors import BackendLost, EdgeInferError
+from edgeinfer.common.errors import BackendLost, EdgeInferError, Interrupted
 from edgeinfer.common.other_work import Preemptions
 from edgeinfer.common.settings import DEFAULT_DRAFT_MAX
 from edgeinfer.common.signal_handlers import is_from_handler
-from edgeinfer.common.types import Features, Logits
-from edgeinfer.sampling import SamplingParams
+from edgeinfer.common.types import Features, Logits, Output
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
-from edgeinfer.speculation.cost import CostModel
+from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
+from edgeinfer.speculation.drafted_text import DraftedText, Step
 from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
-from edgeinfer.speculation.drafters.base import Context, Drafter, Following, HoldingDrafter
+from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.drafters.forced import NAME as FORCED
 from edgeinfer.speculation.drafters.forced import allowed_part, forced_draft
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
 from edgeinfer.speculation.payoff import Payoff
-from edgeinfer.speculation.policy import Proposal, VerifyTree, min_useful_probability, select_tree
+from edgeinfer.speculation.policy import (
+    Proposal,
+    VerifyTree,
+    min_useful_probability,
+    select_tree,
+    select_trees,
+)
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import checked
-from edgeinfer.speculation.verify import Draw, accept
+from edgeinfer.speculation.verify import accept
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
 _MAX_WAIT = 0.1  # of a pass of one token: how long the target waits for overlapped drafts
@@ -38,32 +44,26 @@ _MIN_GAIN, _MIN_GAIN_OVER_FREE = 1.05, 0.9
 
 
 @dataclass(slots=True)
-class Job:
-    """What the engine asks for."""
+class VerifyPass:
+    """A pass that decodes some texts, one step of each."""
 
-    text: list[int]  # the tokens so far, the last of which is not committed; extended by what is sampled
-    limit: int  # most tokens
-    draw: Draw  # the target's sampler
-    is_greedy: bool  # it takes the most probable token
-    stop_ids: Container[int]  # tokens that end the text
-    # is_plain, params: see Context
-    is_plain: bool = False
-    params: SamplingParams | None = None
-    # called with each token and the logits that it was drawn from, None for nobody
-    note: Callable[[Logits, int], None] | None = None
-    n_drawn: int = 0  # tokens so far
-    # constraint, free_draw: what may follow, and the sampler without that, for drafters; None where anything may follow
-    constraint: Following | None = None
-    free_draw: Draw | None = None
+    steps: list[Step]
+    is_plain: bool  # no drafter was asked
+    n_past: int  # mean length of the texts
+    started: float  # seconds of perf_counter: when it was begun, and when drafts were there
+    drafted: float
 
     @property
-    def n_left(self) -> int:
-        """Most tokens from here on."""
-        return self.limit - self.n_drawn
+    def n_rows(self) -> int:
+        """Rows of all texts."""
+        return sum(len(step.tokens) for step in self.steps)
 
 
 class Speculator:
-    """Decodes with drafts. What the drafters know and what was learnt about them is kept across requests.
+    """Drafts for texts, and learns from what comes of it; the part that all texts share.
+
+    What the drafters know and what was learnt about them is kept across requests. A text has a place, from its prompt
+    to its end: the first has all drafters, the others those without a model.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
     draft_max: most nodes of a tree.  placements: of model-based drafters, by name.  acceptance_rates: where measured
@@ -81,17 +81,19 @@ class Speculator:
         acceptance_rates: Mapping[str, float] | None = None,
         forecast: ExpertForecast | None = None,
     ) -> None:
-        self._session = session
+        self._n_ctx = session.n_ctx
         self._forecast = forecast
         self.costs = costs
         self._n_vocab = n_vocab
         self._draft_max = min(draft_max, DEFAULT_DRAFT_MAX, session.n_batch - 1)
         self._acceptance_rates = dict(acceptance_rates or {})
         self._states = [self._new_state(drafter) for drafter in drafters]
+        self._taken: list[bool] = []  # places of texts
+        self._beside: dict[int, list[DrafterState]] = {}  # drafters of places after the first
         self.placements = dict(placements or {})
         self._padding = PassPadding()
         self._preemptions = Preemptions()
-        self._payoff = Payoff()
+        self._payoffs: dict[int, Payoff] = {}  # by number of texts in a pass
         self._forced = AcceptanceTable()  # of the drafts of constraints
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
@@ -123,6 +125,10 @@ class Speculator:
         """The target's hidden states that a drafter needs; see FeatureDrafter."""
         return next((state.feature_drafter.taps for state in self._states if state.feature_drafter), False)
 
+    def taps_of(self, place: int) -> bool | tuple[int, ...]:
+        """The hidden states that a drafter needs of the prompt of a text with that place."""
+        return self.taps if place == 0 else False
+
     def observe_features(self, text: Sequence[int], first: int, features: Features, stats: StatsCounter) -> None:
         """Pass on the target's hidden states (n, n_taps * n_embd) of the tokens from text[first] on."""
         self._replace_lost(stats)
@@ -131,27 +137,21 @@ class Speculator:
                 with state.guarded(stats):
                     state.feature_drafter.observe_features(text, first, features)
 
-    def tokens(self, job: Job, logits: Logits, stats: StatsCounter) -> Iterator[int]:
-        """The token that job.text ends with, sampled from logits (n_vocab,), and up to job.limit that follow it."""
-        context = self._start(job, logits, stats)
-        yield job.text[-1]
-        try:
-            while job.n_left > 0:
-                new = self._step(job, context, stats)
-                job.n_drawn += len(new)
-                yield from new
-        finally:
-            # An answer that was cut at its limit counts at least as the usual length.
-            n_tokens = job.n_drawn if job.n_left else max(job.n_drawn, self._answer_tokens)
-            self._answer_tokens = (self._answer_tokens + n_tokens) / 2
-            for state in self._states:
-                if state.background:  # else it would continue to draft after the answer
-                    state.background.interrupt()
+    def take_place(self) -> int:
+        """A place for a text that begins; `end` or `leave` gives it back."""
+        place = next((place for place, text in enumerate(self._taken) if not text), len(self._taken))
+        self._taken[place : place + 1] = [True]
+        return place
+
+    def leave(self, place: int) -> None:
+        """Give a place back."""
+        self._taken[place] = False
 
     def held(self) -> dict[str, int]:
         """Bytes of main memory that the drafters hold now, by part; see HoldingDrafter."""
         parts: dict[str, int] = {}
-        for drafter in self.drafters:
+        beside = [state.drafter for states in self._beside.values() for state in states]
+        for drafter in {id(each): each for each in [*self.drafters, *beside]}.values():
             for part, n_bytes in drafter.held().items() if isinstance(drafter, HoldingDrafter) else ():
                 parts[part] = parts.get(part, 0) + n_bytes
         return parts
@@ -165,43 +165,89 @@ class Speculator:
     def close(self) -> None:
         """Free the drafters, and keep the corrected cost curves."""
         self.costs.close()
-        for state in self._states:
+        for state in [*self._states, *(state for states in self._beside.values() for state in states)]:
             with suppress(BackendLost):  # a device that hangs keeps its memory
                 state.drafter.close()
 
-    # ---- Start of a request ------------------------------------------------------------------------------------------
+    # ---- A text begins and ends --------------------------------------------------------------------------------------
 
-    def _start(self, job: Job, logits: Logits, stats: StatsCounter) -> Context:
-        """Begin a request. Drafters dropped in the last one are back, unless they failed on this prompt already."""
-        started = perf_counter()
-        self._replace_lost(stats)
-        context = Context(
-            job.text[:-1],
-            job.free_draw or job.draw,
-            job.is_greedy,
-            is_plain=job.is_plain,
-            params=job.params,
-            constraint=job.constraint,
+    def begin(self, text: DraftedText, logits: Logits | None) -> None:
+        """Begin with a text whose last token was drawn from logits (n_vocab,), None where it is taken up again.
+
+        Drafters dropped in the last one are back, unless they failed on this prompt already.
+        """
+        started, stats = perf_counter(), text.stats
+        if text.place == 0:
+            self._replace_lost(stats)
+        text.states = self._states_of(text.place)
+        before = text.tokens if logits is None else text.tokens[:-1]
+        context = text.context = Context(
+            list(before),
+            text.free_draw or text.draw,
+            text.is_greedy,
+            is_plain=text.is_plain,
+            params=text.params,
+            constraint=text.constraint,
         )
-        verify_ms = self.costs.milliseconds(self._session.n_past)
-        for state in self._states:
+        verify_ms = self.costs.milliseconds(text.session.n_past)
+        for state in text.states:
             state.is_dropped = state.drafter.name in stats.dropped
             state.table.start_request()
             if not state.is_dropped:
                 with state.guarded(stats):
                     state.drafter.start(context)
             state.start_request(verify_ms[1])
-        self._observe(context, job.text[-1:], [logits], stats)
-        for state in self._states:
+        if logits is not None:
+            self._observe(text, text.tokens[-1:], [logits])
+        for state in text.states:
             context.acceptance = state.table
             with state.guarded(stats):
-                if state.model_based and self._is_worth_asking(state, context, 1.0 / verify_ms[1], verify_ms, job):
+                if state.model_based and self._is_worth_asking(state, text, 1.0 / verify_ms[1], verify_ms):
                     state.model_based.prefill(context)
-        self._payoff.start_request(perf_counter() - started)
-        return context
+        if self._n_taken == 1:
+            self._payoff(1).start_request(perf_counter() - started)
+
+    def end(self, text: DraftedText) -> None:
+        """No more of a text is drafted."""
+        # An answer that was cut at its limit counts at least as the usual length.
+        n_tokens = text.n_drawn if text.n_left > 0 else max(text.n_drawn, self._answer_tokens)
+        self._answer_tokens = (self._answer_tokens + n_tokens) / 2
+        text.context.is_over = True
+        for state in text.states:
+            if state.background:  # else it would continue to draft after the answer
+                state.background.interrupt()
+
+    def put_aside(self, text: DraftedText) -> None:
+        """A text makes room for others, and begins again later; nothing is learnt of its half."""
+        text.context.is_over = True
+        text.context.tokens.clear()
+        self._stop_background(text)
+
+    @property
+    def _n_taken(self) -> int:
+        return sum(self._taken)
+
+    def _payoff(self, n_texts: int) -> Payoff:
+        """Whether drafting pays in passes of so many texts."""
+        payoff = self._payoffs.get(n_texts)
+        if payoff is None:
+            payoff = self._payoffs[n_texts] = Payoff(n_texts)
+        return payoff
+
+    def _states_of(self, place: int) -> list[DrafterState]:
+        """The drafters of a place. Those after the first have drafters without a model, and learn with the first."""
+        if place == 0:
+            return self._states
+        if place not in self._beside:
+            states = []
+            for state in self._states:
+                if isinstance(state.drafter, SharedDrafter):
+                    states.append(DrafterState(state.drafter.beside(), state.table))
+            self._beside[place] = states
+        return self._beside[place]
 
     def _new_state(self, drafter: Drafter) -> DrafterState:
-        return DrafterState(drafter, self._acceptance_rates.get(drafter.name))
+        return DrafterState(drafter, AcceptanceTable(self._acceptance_rates.get(drafter.name)))
 
     def _replace_lost(self, stats: StatsCounter) -> None:
         """Replace drafters whose devices failed in an earlier request by their fallbacks."""
@@ -221,48 +267,123 @@ class Speculator:
             place = self._states.index(state)
             self._states[place : place + 1] = replacement
 
-    # ---- A step ------------------------------------------------------------------------------------------------------
+    # ---- A pass ------------------------------------------------------------------------------------------------------
 
-    def _step(self, job: Job, context: Context, stats: StatsCounter) -> list[int]:
-        """Draft, verify, commit; the new tokens, at least one."""
+    def draft(self, texts: Sequence[DraftedText]) -> VerifyPass:
+        """What the next pass verifies of these texts."""
         started = perf_counter()
-        n_past, is_plain = self._session.n_past, self._payoff.needs_plain_step
-        max_nodes = min(self._draft_max, self._session.n_ctx - n_past - 1)
-        if is_plain:
-            self._stop_background()
-        proposals, tree = ([], VerifyTree()) if is_plain else self._draft(job, context, max_nodes, stats)
-        if not is_plain and job.n_left > len(tree.path) + 1:
-            self._start_background(context, [tree.tokens[node] for node in tree.path], max_nodes, stats)
-        n_padding = self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs)
-        batch, parents = _batch(job.text[-1], tree, n_padding)
-        drafted = perf_counter()
-        out = self._session.forward(batch, parents, logits="all", hidden=self._needed_taps())
+        payoff, n_past = self._payoff(len(texts)), sum(text.session.n_past for text in texts) // len(texts)
+        is_plain = payoff.needs_plain_step or len(texts) > MAX_TOKENS
+        if len(texts) == 1:
+            steps = [self._step(texts[0], is_plain)]
+        else:
+            steps = self._joint_steps(texts, is_plain, n_past)
+        return VerifyPass(steps, is_plain, n_past, started, perf_counter())
+
+    def plain(self, texts: Sequence[DraftedText]) -> VerifyPass:
+        """The same without drafts, for a pass that reads prompts too."""
+        started = perf_counter()
+        for text in texts:
+            self._stop_background(text)
+        steps = [self._made(text, [], VerifyTree(), 0) for text in texts]
+        return VerifyPass(steps, True, 0, started, perf_counter())
+
+    def settle(self, verify_pass: VerifyPass, outputs: Sequence[Output], is_alone: bool = True) -> None:
+        """Accept what was right, commit it, and learn. Step.new are the tokens drawn, at least one, or there is an
+        error.
+
+        is_alone: the pass had no other rows, so that its time is that of these.
+        """
         verified = perf_counter()
-        new, path = accept(out.logits, _children(tree), job.draw, job.text, job.stop_ids)
-        self._session.commit(path)
+        paths = [self._accept(step, out) for step, out in zip(verify_pass.steps, outputs, strict=True)]
         committed = perf_counter()
-        if job.note is not None:
-            for row, token in zip(path, new, strict=True):
-                job.note(out.logits[row], token)
+        for step, out, path in zip(verify_pass.steps, outputs, paths, strict=True):
+            if step.error is None:
+                self._learn_from(step, out, path)
+        self._count(verify_pass, verified, committed, is_alone)
+
+    def _step(self, text: DraftedText, is_plain: bool) -> Step:
+        """The step of a text that is alone in its pass."""
+        max_nodes = self._max_nodes(text)
+        if is_plain:
+            self._stop_background(text)
+        proposals, tree = ([], VerifyTree()) if is_plain else self._draft(text, max_nodes)
+        if not is_plain and text.n_left > len(tree.path) + 1:
+            self._start_background(text, [tree.tokens[node] for node in tree.path], max_nodes)
+        return self._made(text, proposals, tree, self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs))
+
+    def _joint_steps(self, texts: Sequence[DraftedText], is_plain: bool, n_past: int) -> list[Step]:
+        """The steps of several texts, whose drafts compete for the rows of the pass. No drafter with a model is
+        asked."""
+        nothing: list[Proposal] = []
+        if is_plain:
+            return [self._made(text, nothing, VerifyTree(), 0) for text in texts]
+        verify_ms = self.costs.milliseconds(n_past)
+        useful = min_useful_probability(verify_ms, len(texts))
+        proposals, limits = [], []
+        for text in texts:
+            self._stop_background(text)
+            max_nodes, max_depth = self._max_nodes(text), text.n_left - 1
+            proposals.append(self._ask_free(text, max_nodes, useful) if max_nodes and max_depth > 0 else nothing)
+            limits.append((max_nodes, max_depth))
+        max_rows = min(self._draft_max + len(texts), MAX_TOKENS)
+        trees = select_trees(proposals, verify_ms, max_rows - len(texts), limits, useful)
+        return [self._made(text, of_text, tree, 0) for text, of_text, tree in zip(texts, proposals, trees, strict=True)]
+
+    def _max_nodes(self, text: DraftedText) -> int:
+        return min(self._draft_max, self._n_ctx - text.session.n_past - 1)
+
+    def _made(self, text: DraftedText, proposals: list[Proposal], tree: VerifyTree, n_padding: int) -> Step:
+        tokens, parents = _batch(text.tokens[-1], tree, n_padding)
+        return Step(text, proposals, tree, tokens, parents, n_padding, self._needed_taps(text))
+
+    def _accept(self, step: Step, out: Output) -> list[int]:
+        """Draw the tokens of a step and commit it; gives the rows of its path."""
+        text = step.text
+        try:
+            step.new, path = accept(out.logits, _children(step.tree), text.draw, text.tokens, text.stop_ids)
+        except EdgeInferError as error:
+            if is_from_handler(error) or isinstance(error, Interrupted):
+                raise
+            step.error, path = error, []
+        text.session.commit(path)
+        if text.note is not None:
+            for row, token in zip(path, step.new, strict=True):
+                text.note(out.logits[row], token)
+        return path
+
+    def _learn_from(self, step: Step, out: Output, path: Sequence[int]) -> None:
+        text, tree = step.text, step.tree
         accepted = [row - 1 for row in path[1:]]
-        self._learn(proposals, tree, accepted, new)
+        self._learn(step, accepted)
         features = out.features
-        features = None if features is None else features[path]
-        self._observe(context, new, [out.logits[row] for row in path], stats, features)
-        self._observe_cost(len(batch), n_past, verified - drafted, n_padding)
-        if self._timeline is not None:
-            self._timeline.add("verify", drafted, verified, len(batch))
-        stats.count(len(new), tree.depths, tree.owners, accepted)
-        stats.verify_seconds += verified - drafted
+        features = None if features is None else features[list(path)]
+        self._observe(text, step.new, [out.logits[row] for row in path], features)
+        text.stats.count(len(step.new), tree.depths, tree.owners, accepted)
+
+    def _count(self, verify_pass: VerifyPass, verified: float, committed: float, is_alone: bool) -> None:
+        """Count the time of a pass: in its costs, in what drafting brings, and for each text its share."""
+        steps, n_rows, n_past = verify_pass.steps, verify_pass.n_rows, verify_pass.n_past
+        drafted, n_texts = verify_pass.drafted, len(verify_pass.steps)
+        if is_alone:
+            self._observe_cost(n_rows, n_past, verified - drafted, steps[0].n_padding)
+            if self._timeline is not None:
+                self._timeline.add("verify", drafted, verified, n_rows)
         ended = perf_counter()
-        stats.draft_seconds += drafted - started + ended - committed
-        stats.step_seconds += ended - started
-        if len(batch) == 1:
-            self._payoff.count_plain(committed - drafted)
-        self._payoff.count(len(new), ended - started, not is_plain)
-        plain = self._payoff.plain_seconds
-        stats.count_plain(len(new), plain, 1e-3 * self.costs.milliseconds(n_past)[1] if plain is None else plain)
-        return new
+        payoff, n_new = self._payoff(n_texts), sum(len(step.new) for step in steps)
+        if is_alone:
+            if n_rows == n_texts:
+                payoff.count_plain(committed - drafted, n_texts)
+            payoff.count(n_new, ended - verify_pass.started, not verify_pass.is_plain)
+        plain = payoff.plain_seconds
+        if plain is None:
+            plain = 1e-3 * self.costs.milliseconds(n_past)[min(n_texts, MAX_TOKENS)] / n_texts
+        for step in steps:
+            stats = step.text.stats
+            stats.verify_seconds += (verified - drafted) / n_texts
+            stats.draft_seconds += (drafted - verify_pass.started + ended - committed) / n_texts
+            stats.step_seconds += (ended - verify_pass.started) / n_texts
+            stats.count_plain(len(step.new), payoff.plain_seconds, plain)
 
     def _observe_cost(self, n: int, n_past: int, seconds: float, n_padding: int) -> None:
         """Correct the costs by a pass of n tokens, n_padding of which are dummies."""
@@ -272,54 +393,57 @@ class Speculator:
         else:
             self.costs.observe(n, n_past, 1e3 * seconds, is_disturbed)
 
-    def _needed_taps(self) -> bool | tuple[int, ...]:
-        """The hidden states that this step's pass must return."""
-        is_needed = any(state.feature_drafter and not state.is_dropped for state in self._states)
+    def _needed_taps(self, text: DraftedText) -> bool | tuple[int, ...]:
+        """The hidden states that a text's step must return."""
+        is_needed = any(state.feature_drafter and not state.is_dropped for state in text.states)
         return self.taps if is_needed else False
 
-    def _draft(
-        self, job: Job, context: Context, max_nodes: int, stats: StatsCounter
-    ) -> tuple[list[Proposal], VerifyTree]:
-        """The drafters' proposals, and the tree to verify: model-free drafters first, then model-based ones."""
-        verify_ms = self.costs.milliseconds(self._session.n_past)
-        if max_nodes < 1 or job.n_left < 2:
-            return [], VerifyTree()
+    def _ask_free(self, text: DraftedText, max_nodes: int, min_probability: float) -> list[Proposal]:
+        """What drafters without a model propose, the most reliable first."""
         proposals: list[Proposal] = []
-        min_probability, max_depth = min_useful_probability(verify_ms), job.n_left - 1
-        limits = max_nodes, max_depth, min_probability
-        for state in self._states:
+        for state in text.states:
             if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
-                self._ask(state, context, max_nodes, proposals, stats)
+                self._ask(state, text, max_nodes, proposals)
         self._forced.min_probability = min_probability
-        forced = forced_draft(context, self._forced, max_nodes)
+        forced = forced_draft(text.context, self._forced, max_nodes)
         if forced.tokens:
             proposals.append(Proposal(FORCED, forced, self._forced))
         proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
+        return proposals
+
+    def _draft(self, text: DraftedText, max_nodes: int) -> tuple[list[Proposal], VerifyTree]:
+        """The drafters' proposals, and the tree to verify: model-free drafters first, then model-based ones."""
+        verify_ms = self.costs.milliseconds(text.session.n_past)
+        if max_nodes < 1 or text.n_left < 2:
+            return [], VerifyTree()
+        min_probability, max_depth = min_useful_probability(verify_ms), text.n_left - 1
+        limits = max_nodes, max_depth, min_probability
+        proposals = self._ask_free(text, max_nodes, min_probability)
         tree = VerifyTree()
         if proposals:
-            tree = self._select(context, proposals, verify_ms, limits)
+            tree = self._select(text, proposals, verify_ms, limits)
         model_free_rate = tree.expected / verify_ms[len(tree.tokens) + 1]
         started = perf_counter()
-        for state in self._states:
+        for state in text.states:
             if state.model_based and not state.is_dropped:
                 asked = perf_counter()
                 state.table.min_probability, state.table.max_wait_ms = min_probability, _MAX_WAIT * verify_ms[1]
-                with state.guarded(stats):
-                    self._prepare(state, context, model_free_rate, verify_ms, job, min(max_nodes, max_depth))
+                with state.guarded(text.stats):
+                    self._prepare(state, text, model_free_rate, verify_ms, min(max_nodes, max_depth))
                     if not state.is_asked:
                         continue
                 of_model: list[Proposal] = []
-                self._ask(state, context, max_nodes, of_model, stats)
+                self._ask(state, text, max_nodes, of_model)
                 proposals = of_model + proposals  # more reliable than those that copy
                 self._record_wait(state, asked)
                 spent_ms = 1e3 * (perf_counter() - started)
-                tree = self._select(context, proposals, verify_ms, limits, spent_ms)
+                tree = self._select(text, proposals, verify_ms, limits, spent_ms)
         return proposals, tree
 
     def _select(
         self,
-        context: Context,
+        text: DraftedText,
         proposals: Sequence[Proposal],
         verify_ms: Sequence[float],
         limits: tuple[int, int, float],
@@ -329,58 +453,52 @@ class Speculator:
         costs, forecast = self.costs, self._forecast
         if forecast is None or not forecast.is_trusted or not isinstance(costs, ExpertCostModel):
             return select_tree(proposals, verify_ms, *limits, spent_ms)
-        n_past = self._session.n_past
+        n_past, last = text.session.n_past, text.context.tokens[-1]
 
         def keep(tree: VerifyTree, order: list[int], path_probabilities: Sequence[float]) -> list[int]:
-            return forecast.kept(context.tokens[-1], tree, order, path_probabilities, costs, n_past)
+            return forecast.kept(last, tree, order, path_probabilities, costs, n_past)
 
         return select_tree(proposals, verify_ms, *limits, spent_ms, keep)
 
     def _prepare(
         self,
         state: DrafterState,
-        context: Context,
+        text: DraftedText,
         model_free_rate: float,
         verify_ms: Sequence[float],
-        job: Job,
         max_nodes: int,
     ) -> None:
         """Decide whether a model-based drafter is asked in this step, and set when its chain is long enough."""
-        was_asked, state.is_asked = (
-            state.is_asked,
-            self._is_worth_asking(state, context, model_free_rate, verify_ms, job),
-        )
+        was_asked, state.is_asked = state.is_asked, self._is_worth_asking(state, text, model_free_rate, verify_ms)
         if state.is_asked and state.model_based:
-            token_ms, prefill_ms = state.model_based.cost(context)
+            token_ms, prefill_ms = state.model_based.cost(text.context)
             state.table.length_rule = ChainLengthRule(verify_ms, token_ms, prefill_ms, max_nodes)
         elif state.background and was_asked:
             state.background.interrupt()
 
-    def _start_background(self, context: Context, path: Sequence[int], max_nodes: int, stats: StatsCounter) -> None:
+    def _start_background(self, text: DraftedText, path: Sequence[int], max_nodes: int) -> None:
         """Let overlapped drafters continue the path that is about to be verified."""
-        for state in self._states:
+        for state in text.states:
             if state.background and state.is_asked and not state.is_dropped:
-                context.acceptance = state.table
-                with state.guarded(stats):
-                    state.background.start_drafting(context, path, max_nodes)
+                text.context.acceptance = state.table
+                with state.guarded(text.stats):
+                    state.background.start_drafting(text.context, path, max_nodes)
 
-    def _stop_background(self) -> None:
+    def _stop_background(self, text: DraftedText) -> None:
         """Let no drafter work beside a step whose time is to be that of plain decoding."""
-        for state in self._states:
+        for state in text.states:
             if state.background and state.is_asked:
                 state.is_asked = False
                 state.background.interrupt()
 
-    def _ask(
-        self, state: DrafterState, context: Context, max_nodes: int, proposals: list[Proposal], stats: StatsCounter
-    ) -> None:
+    def _ask(self, state: DrafterState, text: DraftedText, max_nodes: int, proposals: list[Proposal]) -> None:
         """Add a drafter's proposal, unless it is empty or malformed."""
         if state.is_dropped:
             return
-        context.acceptance = state.table
-        with state.guarded(stats):
-            tree = checked(state.drafter.propose(context, max_nodes), self._n_vocab, max_nodes)
-            tree = allowed_part(context, tree)
+        text.context.acceptance = state.table
+        with state.guarded(text.stats):
+            tree = checked(state.drafter.propose(text.context, max_nodes), self._n_vocab, max_nodes)
+            tree = allowed_part(text.context, tree)
             if tree.tokens:
                 proposals.append(Proposal(state.drafter.name, tree, state.table))
 
@@ -393,7 +511,7 @@ class Speculator:
                 self._timeline.add("draft", started, ended, 0)
 
     def _is_worth_asking(
-        self, state: DrafterState, context: Context, model_free_rate: float, verify_ms: Sequence[float], job: Job
+        self, state: DrafterState, text: DraftedText, model_free_rate: float, verify_ms: Sequence[float]
     ) -> bool:
         """Whether a model-based drafter is expected to be faster than model_free_rate tokens per millisecond.
 
@@ -402,39 +520,34 @@ class Speculator:
         """
         if state.model_based is None or state.is_dropped or self._draft_max < 1:
             return False
-        own_rate, prefill_ms = state.rate(context, verify_ms, self._draft_max)
-        n_left = min(job.n_left, max(self._answer_tokens - job.n_drawn, job.n_drawn))
+        own_rate, prefill_ms = state.rate(text.context, verify_ms, self._draft_max)
+        n_left = min(text.n_left, max(self._answer_tokens - text.n_drawn, text.n_drawn))
         other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * model_free_rate)
         return own_rate * verify_ms[1] > _MIN_GAIN and (1.0 / other_rate - 1.0 / own_rate) * n_left > prefill_ms
 
-    def _learn(
-        self, proposals: Sequence[Proposal], tree: VerifyTree, accepted: Sequence[int], new: Sequence[int]
-    ) -> None:
+    def _learn(self, step: Step, accepted: Sequence[int]) -> None:
         """Compare every draft with the new tokens, and what each drafter saved with what it took."""
-        for _, draft, table in proposals:
-            table.learn(draft, new)
+        for _, draft, table in step.proposals:
+            table.learn(draft, step.new)
+        tree = step.tree
         n_nodes = len(tree.tokens)
-        verify_ms = self.costs.milliseconds(self._session.n_past) if n_nodes else ()
+        verify_ms = self.costs.milliseconds(step.text.session.n_past) if n_nodes else ()
         owners = [tree.owners[node] for node in accepted]
-        for state in self._states:
+        for state in step.text.states:
             name = state.drafter.name
             state.count(verify_ms, n_nodes, tree.owners.count(name), owners.count(name))
 
     def _observe(
-        self,
-        context: Context,
-        new: Sequence[int],
-        rows: Sequence[Logits],
-        stats: StatsCounter,
-        features: Features | None = None,
+        self, text: DraftedText, new: Sequence[int], rows: Sequence[Logits], features: Features | None = None
     ) -> None:
         """Show new tokens to the drafters, with the logits that each was sampled from."""
+        context, stats = text.context, text.stats
         first = len(context.tokens) - 1
         context.tokens.extend(new)
         if features is not None:
             self.observe_features(context.tokens, first, features, stats)
         rows = [row[: self._n_vocab] for row in rows]
-        for state in self._states:
+        for state in text.states:
             if state.is_active:
                 with state.guarded(stats):
                     state.drafter.observe(context, len(new), rows)

@@ -86,6 +86,7 @@ class DraftChoice:
     # devices beside the CPU that it can run on
     places: list[DraftDevice] = field(default_factory=list)
     answers: AnswerFile | None = None
+    n_texts: int = 1  # that run at once
 
     def close(self) -> None:
         """Close the file of the draft model or the head."""
@@ -119,7 +120,7 @@ class DraftChoice:
 
     def table_bytes(self, n_ctx: int, tables: int | None) -> int:
         """Bytes of these tables."""
-        return _table_bytes(self.table_sizes(n_ctx, tables), n_ctx)
+        return _table_bytes(self.table_sizes(n_ctx, tables), n_ctx, self.n_texts)
 
     def place_steps(self) -> list[DraftPlaces]:
         """Values of FitSettings.places: everywhere, without devices that use main memory, only elsewhere, nowhere."""
@@ -140,7 +141,7 @@ class DraftChoice:
         sizes = self.table_sizes(plan.n_ctx, tables)
         planned = DraftPlan(sizes, self.n_vocab, is_auto=self.is_auto, draft_max=self.draft_max, answers=self.answers)
         planned.dropped.update(self.dropped)
-        n_bytes = _table_bytes(sizes, plan.n_ctx)
+        n_bytes = _table_bytes(sizes, plan.n_ctx, plan.n_sequences)
         if self.file is not None and places != "none":
             self._plan_file(planned, self.file, plan, places)
         if plan.expert_cache is not None and (sizes or planned.file is not None):
@@ -200,7 +201,7 @@ def find_drafters(
     """
     free, name = drafters_named(draft)
     most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
-    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most)
+    found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most, n_texts=plan.n_sequences)
     if draft_memory is not None and AnswersDrafter.name in free:
         found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)
     elif draft_memory is not None:
@@ -239,11 +240,11 @@ def drafter_name(file: ModelFile) -> str:
     return HeadDrafter.name if is_draft_head(file) else ModelDrafter.name
 
 
-def _table_bytes(tables: Mapping[str, int], n_ctx: int) -> int:
-    """Bytes of tables by drafter."""
+def _table_bytes(tables: Mapping[str, int], n_ctx: int, n_texts: int) -> int:
+    """Bytes of tables by drafter, for so many texts at once."""
     memory: dict[str, Callable[[int], int]] = {
-        SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx),
-        AnswersDrafter.name: lambda n: AnswersDrafter.memory(n, n_ctx),
+        SuffixDrafter.name: lambda n: SuffixDrafter.memory(n, n_ctx, n_texts),
+        AnswersDrafter.name: lambda n: AnswersDrafter.memory(n, n_ctx, n_texts),
         RecyclingDrafter.name: RecyclingDrafter.memory,
     }
     return sum(memory[name](size) for name, size in tables.items())

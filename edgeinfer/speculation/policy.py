@@ -50,10 +50,15 @@ Keep: TypeAlias = Callable[[VerifyTree, list[int], Sequence[float]], list[int]]
 order, each of them with its parent."""
 
 
-def min_useful_probability(verify_ms: Sequence[float]) -> float:
-    """Path probability below which no node is worth verifying: the least cost of one more token over that of one."""
-    one = verify_ms[1]
-    return max(0.01, min((verify_ms[n] - one) / (n - 1) for n in range(2, 9)) / one)
+def min_useful_probability(verify_ms: Sequence[float], n_texts: int = 1) -> float:
+    """Path probability below which no node is worth verifying: the least cost of one more token over that of one.
+
+    n_texts: that are in the pass, of at least one token each.
+    """
+    plain = verify_ms[n_texts]
+    last = min(n_texts + 8, len(verify_ms))
+    least = min(((verify_ms[n] - plain) / (n - n_texts) for n in range(n_texts + 1, last)), default=plain)
+    return max(0.01, least * n_texts / plain)
 
 
 def select_tree(
@@ -88,6 +93,42 @@ def select_tree(
     selected = _subtree(merged, kept, best_expected)
     selected.path = _best_path(selected.parents, [path_probabilities[node] for node in kept])
     return selected
+
+
+def select_trees(
+    proposals: Sequence[Sequence[Proposal]],
+    verify_ms: Sequence[float],
+    max_nodes: int,
+    limits: Sequence[tuple[int, int]],
+    min_probability: float,
+) -> list[VerifyTree]:
+    """The trees of several texts in one pass, whose nodes compete for its rows: the most tokens per millisecond.
+
+    proposals: of each text, the most reliable drafter first.  max_nodes: of all trees.  limits: most nodes and levels
+    of each tree.  Otherwise as select_tree.
+    """
+    merged = [_merge(each, min_probability, depth) for each, (_, depth) in zip(proposals, limits, strict=True)]
+    # As in select_tree: within a text parents come first, so the best of all are a tree in each text.
+    candidates = []
+    for text, (_, path_probabilities) in enumerate(merged):
+        order = sorted(range(len(path_probabilities)), key=path_probabilities.__getitem__, reverse=True)
+        candidates += [(path_probabilities[node], text, node) for node in order[: limits[text][0]]]
+    candidates.sort(key=lambda each: -each[0])
+    n_texts = len(proposals)
+    expected, best_n = float(n_texts), 0
+    best_rate = _MIN_GAIN * n_texts / verify_ms[n_texts]
+    for n, (probability, *_) in enumerate(candidates[:max_nodes], start=1):
+        expected += probability
+        rate = expected / verify_ms[n_texts + n]
+        if rate > best_rate:
+            best_rate, best_n = rate, n
+    kept: list[list[int]] = [[] for _ in proposals]
+    for _, text, node in candidates[:best_n]:
+        kept[text].append(node)
+    return [
+        _subtree(whole, sorted(nodes), 1.0 + sum(path_probabilities[node] for node in nodes))
+        for (whole, path_probabilities), nodes in zip(merged, kept, strict=True)
+    ]
 
 
 def _merge(proposals: Sequence[Proposal], min_probability: float, max_depth: int) -> tuple[VerifyTree, list[float]]:

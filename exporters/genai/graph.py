@@ -11,7 +11,7 @@ import numpy as np
 
 from edgeinfer.backends.onnx import build_model
 from edgeinfer.backends.onnx.attention import bias_name, windows_of
-from edgeinfer.backends.onnx.decoder import HIDDEN
+from edgeinfer.backends.onnx.decoder import HIDDEN, check_spec
 from edgeinfer.backends.onnx.graph import Graph
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, attention_of
@@ -26,6 +26,7 @@ def genai_graph(file: ModelFile, spec: ModelSpec, n_ctx: int, all_rows: bool) ->
     all_rows: logits of all tokens of a pass, which drafts need; else those of the last.
     Raises UnsupportedModel for what has no rule here or in GenAI, which has caches of one shape for all layers.
     """
+    check_spec(spec, file.path)
     _check_caches(file, spec)
     decoder = build_model(file, spec, n_ctx, "contrib")
     graph = Graph(decoder.name, constants=decoder.constants, metadata=decoder.metadata)

@@ -90,6 +90,17 @@ def test_a_refusal_ends_with_its_exit_code_and_what_it_proposes_fits(models: lis
     assert "no n_ctx fits" in run("--budget", "1000000")[1]
 
 
+def test_what_finished_texts_leave_is_given_up_first(models: list[tuple[Path, dict[str, Any]]]) -> None:
+    path = models[0][0]
+    least = least_of(path, {"n_ctx": 512})
+    options: dict[str, Any] = {"n_ctx": 512, "parallel": 2, "draft": "none", "n_threads": 1, "cache_ram": "64MiB"}
+    with pytest.warns(RuntimeWarning, match=r"reduced: .* MiB rather than 64.0 MiB for what finished texts leave$"):
+        engine = edgeinfer.load(path, budget=resident_bytes() + 40 * MIB + least, **options)
+    plan = engine.memory_plan
+    assert 0 < plan.settings.cache_ram_bytes < 64 * MIB and plan.n_sequences == 2 and plan.n_batch == 512
+    engine.close()
+
+
 def test_a_backend_that_maps_the_file_is_planned_with_all_of_it_while_it_loads(
     models: list[tuple[Path, dict[str, Any]]],
 ) -> None:

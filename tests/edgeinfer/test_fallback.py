@@ -35,7 +35,7 @@ def write_iq4_nl(path: Path) -> Path:
 LACKING: dict[str, tuple[Callable[[Path], Path], str]] = {  # with what is said of them
     "gpt2": (write_gpt2, "architecture 'gpt2' is not supported"),
     "mamba": (write_mamba, "architecture 'mamba' is not supported"),
-    "lfm2": (write_lfm2, "architecture 'lfm2' is not supported"),
+    "lfm2": (write_lfm2, "layers.0.mixer is a block ShortConv, which the native backend cannot run"),
     "experts": (write_experts, "granite.expert_count is set"),
     "IQ4_NL": (write_iq4_nl, "tensor blk.0.ffn_down.weight (96, 288) has type IQ4_NL, which the native engine lacks"),
 }

@@ -7,9 +7,11 @@ from typing import get_type_hints
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tiny_models import write_tiny_model
 
 import edgeinfer
+from edgeinfer.cli import main
 from edgeinfer.cli.chat import chat
 from edgeinfer.cli.generate import generate
 from edgeinfer.cli.options import load_keywords
@@ -35,6 +37,12 @@ def model(tmp_path_factory):
         ("backend", None, r"backend must be a text \(str\): found None"),
         ("n_batch", 1.5, "n_batch must be an integer"),
         ("cache_type", "q4", "cache_type must be f16, q8_0 or k6v4: found 'q4'"),
+        ("parallel", 0, r"parallel must be an integer in 1\.\.64: found 0"),
+        ("parallel", 65, r"parallel must be an integer in 1\.\.64: found 65"),
+        ("cache_ram", "50%", "cache_ram must be bytes, a size such as \"2GiB\", or None: found '50%'"),
+        ("cache_ram", "auto", "cache_ram must be bytes"),
+        ("cache_ram", -1, "cache_ram must be at least one byte"),
+        ("cache_ram", True, "cache_ram must be"),
         ("ternary_bits", "3", "ternary_bits must be auto, 2 or 1.6: found '3'"),
         ("draft", "", 'draft must be "auto", "none", or one or several of'),
         ("draft", ["suffix", "auto"], "draft must be .*: found 'auto'"),
@@ -103,6 +111,35 @@ def test_what_a_plan_is_made_for_are_options_with_their_values():
     assert LoadOptions(**vars(settings)).n_batch == 7
     assert {field.name for field in fields(PlanOptions)} == set(PlanKeywords.__annotations__)
     assert vars(replace(settings, draft="auto").of_model) == vars(settings)
+
+
+def test_memory_of_finished_texts_is_a_size_or_none():
+    sizes = {None: 0, 0: 0, "2GiB": 2 << 30, 1000: 1000}
+    for value, n_bytes in sizes.items():
+        assert LoadSettings.of(LoadOptions(cache_ram=value), 64).cache_ram_bytes == n_bytes
+    number = LoadOptions(cache_ram=np.int64(1000)).cache_ram
+    assert type(number) is int and number == 1000
+
+
+@pytest.mark.parametrize(
+    "flags", [["--cache-ram", "2048"], ["-cram", "-1"], ["-np", "65"], ["-np", "0"], ["-cram", "1%"]]
+)
+def test_flags_of_several_texts_are_checked(flags, model):
+    refused = CliRunner().invoke(main, ["generate", "-m", str(model), "hello", *flags])
+    assert refused.exit_code == 2, refused.stderr
+    if flags[1] == "2048":
+        assert "give --cache-ram 2048MiB" in refused.stderr
+
+
+def test_several_texts_are_for_the_native_backend(model):
+    with edgeinfer.load(model, n_ctx=64, parallel=4, cache_ram="1MiB", draft="none") as engine:
+        plan = engine.memory_plan
+        assert (plan.n_sequences, engine.session.model.n_sequences) == (4, 4)
+        assert plan.n_positions > 64 + 3 * 128
+    with pytest.warns(RuntimeWarning, match="the reference backend has one session, not 4"):
+        engine = edgeinfer.load(model, n_ctx=64, parallel=4, cache_ram="1MiB", draft="none", backend="reference")
+    assert (engine.memory_plan.n_sequences, engine.memory_plan.n_positions) == (1, 64)
+    engine.close()
 
 
 def test_numbers_of_numpy_become_python_s():

@@ -214,7 +214,7 @@ def test_interrupting_ends_scores_between_passes_and_the_engine_goes_on(engine, 
         found = forward(*arguments, **options)
         n_passes += options.get("logits") == "all"
         if n_passes == 1:
-            engine._running.interrupted = True  # as Engine.interrupt, where no pass runs
+            engine.scheduler.texts[0].is_interrupted = True  # as Engine.interrupt, where no pass runs
         return found
 
     following = [[token] * 3 for token in range(20, 90)]

@@ -93,6 +93,9 @@ NAMED = (
     + END
 )
 NAMED_TOKENS = {"<|channel>": CONTROL, "<channel|>": CONTROL}
+# LFM2: calls in Python's syntax, as control tokens mark them.
+PYTHON = TURNS + "{{ m.content }}{%- if false -%}<|tool_call_start|>{%- endif -%}" + END
+PYTHON_TOKENS = {"<|tool_call_start|>": CONTROL, "<|tool_call_end|>": CONTROL}
 # Command R7B: tags around the answer as well.
 WRAPPED = TURNS + "{{ '<|START_RESPONSE|>' if m.role == 'assistant' }}{{ m.content }}" + END
 WRAPPED_TOKENS = dict.fromkeys(
@@ -106,6 +109,7 @@ MODELS = {
         CHANNEL_TOKENS,
     ),
     "field": (FIELD, THINK_TOKENS),
+    "python": (PYTHON, PYTHON_TOKENS),
     "field, text": (FIELD, {}),
     "opened": (OPENED, {"<think>": USER_DEFINED, "</think>": USER_DEFINED}),
     "opened, text": (OPENED, {}),
@@ -301,6 +305,7 @@ def test_later_blocks_go_back_as_they_were_emitted_where_the_template_looks_for_
 CALL = '{"name": "look", "arguments": {"at": "é"}}'
 LOOK = ToolCall(CALL, "look", {"at": "é"})
 TAGGED = f"<tool_call>{CALL}</tool_call>"
+IN_XML = "<function=look>\n<parameter=at>\né\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>"
 FOR_LOOK = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 
 
@@ -315,6 +320,20 @@ FOR_LOOK = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>
         ("field", f"~{TAGGED}", None, f"{TAGGED}", []),
         ("field, text", TAGGED, None, "", [LOOK]),
         ("field, text", "Write <tool_call>, then JSON.", None, "Write <tool_call>, then JSON.", []),
+        ("field", f"<tool_call>\n{IN_XML}\n</tool_call>", None, "", [ToolCall(IN_XML, "look", {"at": "é", "n": 2})]),
+        (
+            "field",
+            f"<tool_call>{IN_XML}</tool_call>" * 2,
+            None,
+            "",
+            [ToolCall(IN_XML, "look", {"at": "é", "n": 2})] * 2,
+        ),
+        ("field", "<tool_call><function=look></tool_call>", None, "", [ToolCall("<function=look>")]),
+        (
+            *("python", "<|tool_call_start|>[look(at='é'), wait()]<|tool_call_end|>I look.", None, "I look."),
+            [ToolCall("look(at='é')", "look", {"at": "é"}), ToolCall("wait()", "wait", {})],
+        ),
+        ("python", "<|tool_call_start|>[look(x)]<|tool_call_end|>", None, "", [ToolCall("[look(x)]")]),
         ("brackets", f"[TOOL_CALLS][{CALL}, {CALL}]", None, "", [LOOK] * 2),
         ("brackets", "[TOOL_CALLS]look[ARGS]{}", None, "", [ToolCall("look[ARGS]{}", "look", {})]),
         ("channels", f"{ANALYSIS}a{NEXT}{FOR_LOOK}{{}}", "a", "", [ToolCall("{}", "look", {})]),
@@ -342,6 +361,38 @@ def test_calls_of_tools_are_no_part_of_the_answer(scripted, model, output, reaso
         ("<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [("f", {})]),
         ('<a>f<b>{"a": 1}<｜tool▁call▁end｜>\n<a>g<b>{}<｜tool▁call▁end｜>', [("f", {"a": 1}), ("g", {})]),
         ('<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": {"b": 2}}\n```', [("f", {"a": {"b": 2}})]),
+        ("<function=f>\n<parameter=a>\n 1 \n</parameter>\n</function>", [("f", {"a": 1})]),
+        ("<function=f.g>\n</function>\n<function=h></function>", [("f.g", {}), ("h", {})]),
+        ("<function=f><parameter=a>\nx\n\ny\n</parameter></function>", [("f", {"a": "x\n\ny"})]),
+        ('<function=f><parameter=a>{"b": [true]}</parameter></function>', [("f", {"a": {"b": [True]}})]),
+        ('<function=f><parameter=a>"quoted"</parameter></function>', [("f", {"a": '"quoted"'})]),
+        ("<function=f><parameter=a>NaN</parameter></function>", [("f", {"a": "NaN"})]),
+        ("<function=f><parameter=a>007</parameter></function>", [("f", {"a": "007"})]),
+        ("<function=f><parameter=a><b>1</b></parameter></function>", [("f", {"a": "<b>1</b>"})]),
+        ("<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>", []),
+        ("<function=f><parameter=a>1</function>", []),
+        ("<function=f>x</function>", []),
+        ("x <function=f></function>", []),
+        ("<function=f>" * 20_000, []),
+        ("[f(a=1, b='x')]", [("f", {"a": 1, "b": "x"})]),
+        (" [ a.f ( x = -2.5e1 , y = ['z',], ) , ] ", [("a.f", {"x": -25.0, "y": ["z"]})]),
+        ('[a.f(x=-2.5e1, y=[1, "z"]), g()]', [("a.f", {"x": -25.0, "y": [1, "z"]}), ("g", {})]),
+        ('[f(a=True, b=null, c={"d": {}})]', [("f", {"a": True, "b": None, "c": {"d": {}}})]),
+        (r"""[f(a='it\'s\n', b="\u00e9")]""", [("f", {"a": "it's\n", "b": "é"})]),
+        ("[,]", []),
+        ("[f(,)]", []),
+        ("[f(a=[,])]", []),
+        ("[f() g()]", []),
+        ("[f(a=)]", []),
+        ("[f(1)]", []),
+        ("[f(a=1, a=2)]", []),
+        ("[f(a=x)]", []),
+        ("[f(a=__import__('os'))]", []),
+        ("[f(a=1)] and more", []),
+        ("[f(a=1)", []),
+        ("[f(a='x)]", []),
+        ("[f(a=" + "[" * 50_000, []),
+        ("[f(a=" + "9" * 5000 + ")]", []),
         ("", []),
         ("[]", []),
         ("[1]", []),
@@ -355,7 +406,7 @@ def test_calls_of_tools_are_no_part_of_the_answer(scripted, model, output, reaso
         ('{"name": "f", "arguments": {"a": ' + "1" * 5000 + "}}", []),
     ],
 )  # fmt: skip
-def test_calls_are_read_where_they_are_json(text, calls):
+def test_calls_are_read_where_they_are_json_xml_or_python(text, calls):
     assert [(call.name, call.arguments) for call in read_calls(text)] == calls
 
 

@@ -69,7 +69,7 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/structured-output.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/many.md", "docs/structured-output.md"])
 def test_the_examples_of_a_page_run(
     page: str, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         [
             {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
             | {"models.chat_template", "models.message_form", "models.template_sandbox", "models.reasoning"}
-            | {"models.output_machines", "models.tool_calls"},
+            | {"models.output_machines", "models.tool_calls", "models.call_syntax"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
             | {"models.draft_vocab", "models.draft_head"},
@@ -33,7 +33,8 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         "backends",
         [
             {"backends.reference", "backends.reference_math", "backends.reference_attention"}
-            | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"},
+            | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"}
+            | {"backends.reference_recurrences"},
             {"backends.native"},
             {"backends.llama_cpp"},
             {"backends.opencl"},
@@ -50,10 +51,11 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
-    ("completions", [{"completion", "stream"}]),
+    ("texts that run", [{"scheduling"}]),
+    ("completions", [{"completion", "stream", "many", "asynchronous"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),
     ("loading", [{"loading", "experimental.expert_device"}]),
-    ("training, measuring", [{"training"}, {"bench", "expert_bench"}, {"profiler"}]),
+    ("training, measuring, batch jobs", [{"training"}, {"bench", "expert_bench"}, {"profiler"}, {"batch"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {

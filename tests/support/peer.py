@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 
-def llama_cpp_logits(llama_cpp: ModuleType, path: Path, tokens: ArrayLike) -> NDArray[np.float32]:
-    """Logits (n, n_vocab) of n tokens, 256 at most, from llama-cpp-python's own interface."""
-    model = llama_cpp.Llama(str(path), n_ctx=256, logits_all=True, n_threads=1, n_threads_batch=1, verbose=False)
+def llama_cpp_logits(llama_cpp: ModuleType, path: Path, tokens: ArrayLike, **options: object) -> NDArray[np.float32]:
+    """Logits (n, n_vocab) of n tokens, 256 at most, from llama-cpp-python's own interface, with further options."""
+    sizes = {"n_ctx": 256, "n_threads": 1, "n_threads_batch": 1}
+    model = llama_cpp.Llama(str(path), logits_all=True, verbose=False, **sizes, **options)
     model.eval(np.asarray(tokens).tolist())
     logits: NDArray[np.float32] = model.scores[: model.n_tokens].copy()
     model.close()

@@ -53,12 +53,12 @@ SAYING_MAIN = f"""
 import os
 import edgeinfer.engine
 SAYS = os.environ.get("SAYS", "")
-draw = edgeinfer.engine.Engine._draw
-def drawing(engine, prompt, *rest):
+request = edgeinfer.engine.Engine._request
+def requesting(engine, prompt, *rest):
     says = (SAYS + " ".join(map(str, range(2000)))).encode()
     edgeinfer.engine.sample = lambda logits, params, position, *rest: says[position - len(prompt)]
-    return draw(engine, prompt, *rest)
-edgeinfer.engine.Engine._draw = drawing
+    return request(engine, prompt, *rest)
+edgeinfer.engine.Engine._request = requesting
 {SLOW_MAIN}
 """
 

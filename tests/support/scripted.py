@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from edgeinfer import engine as engine_module
 from edgeinfer.engine import Engine
 from edgeinfer.models.tokenizer import Tokenizer
+from edgeinfer.scheduling.request import Request
 
 
 class Script:
@@ -23,13 +23,13 @@ class Script:
         self.engine = engine
         self.tokens: list[int] = []
         self.prompts: list[list[int]] = []
-        self._draw = engine._draw
-        monkeypatch.setattr(engine, "_draw", self._drawing)
+        self._request = engine._request
+        monkeypatch.setattr(engine, "_request", self._requesting)
         monkeypatch.setattr(engine_module, "sample", self._sample)
 
-    def _drawing(self, prompt: list[int], *rest: Any) -> Iterator[int]:
+    def _requesting(self, prompt: list[int], *rest: Any) -> Request:
         self.prompts.append(list(prompt))
-        return self._draw(prompt, *rest)
+        return self._request(prompt, *rest)
 
     def _sample(self, logits: object, params: object, position: int, *rest: object) -> int:
         place = position - len(self.prompts[-1])

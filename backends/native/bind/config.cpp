@@ -79,7 +79,7 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
     new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
 }
 
-void init_sequence(SequenceState* sequence, const DecoderConfig& config, KvType type, int n_ctx) {
+void check_cache(const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx)
         throw nb::value_error("a sequence has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
@@ -93,7 +93,37 @@ void init_sequence(SequenceState* sequence, const DecoderConfig& config, KvType 
             throw nb::value_error("a K6V4 cache needs one set of rope frequencies where keys have a bias");
         }
     }
+}
+
+// n_positions: 0 for n_ctx.
+PoolSizes pool_sizes(const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {
+    if (n_sequences < 1 || n_sequences > 1 << 16 || (n_positions && n_positions < n_ctx))
+        throw nb::value_error("a pool has room for one sequence at least");
+    return {config.sequence_sizes(type, n_ctx), n_sequences, n_positions ? n_positions : n_ctx};
+}
+
+void init_pool(SequencePool* pool, const DecoderConfig& config, KvType type, int n_ctx, int n_sequences,
+               int n_positions) {
+    check_cache(config, type, n_ctx);
+    new (pool) SequencePool(pool_sizes(config, type, n_ctx, n_sequences, n_positions));
+}
+
+void init_sequence(SequenceState* sequence, const DecoderConfig& config, KvType type, int n_ctx) {
+    check_cache(config, type, n_ctx);
     new (sequence) SequenceState(config.sequence_sizes(type, n_ctx));
+}
+
+using Wants = std::vector<std::pair<SequenceState*, int>>;
+
+bool has_free(SequencePool& pool, const Wants& wants, bool by_batches) {
+    std::vector<SequencePool::Want> all;
+    for (const auto& [state, n_new] : wants) {
+        if (!state || &state->pool() != &pool || n_new < 0 || n_new > INT_MAX - state->n_past())
+            throw nb::value_error("has_free: not slots of a sequence of this pool");
+        all.push_back({state, state->n_past() + n_new});
+    }
+    ReleasedGil release;
+    return pool.has_free(all, by_batches);
 }
 
 void commit(SequenceState& sequence, const std::vector<int32_t>& path) {
@@ -121,6 +151,12 @@ int reach(const SequenceState& sequence, int n_past) {
 int resume(SequenceState& sequence, int number, int n_past) {
     if (n_past < 0) throw nb::value_error("resume: no such position");
     return sequence.resume(number, n_past);
+}
+
+int share(SequenceState& sequence, const SequenceState& other, int n_past) {
+    if (n_past < 0 || &other == &sequence || &other.pool() != &sequence.pool())
+        throw nb::value_error("share: not a position of another sequence of the pool");
+    return sequence.share(other, n_past);
 }
 
 void bind_enums(nb::module_& m) {
@@ -190,10 +226,10 @@ void bind_config(nb::module_& m) {
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
         .def(
             "kv_bytes",
-            [](const DecoderConfig& config, KvType type, int n_ctx) {
-                return SequenceState::n_bytes(config.sequence_sizes(type, n_ctx));
+            [](const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {
+                return SequencePool::n_bytes(pool_sizes(config, type, n_ctx, n_sequences, n_positions));
             },
-            "type"_a, "n_ctx"_a)
+            "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0)
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
@@ -203,9 +239,21 @@ void bind_config(nb::module_& m) {
 }
 
 void bind_sequence_state(nb::module_& m) {
-    nb::class_<SequenceState>(m, "SequenceState",
-                              "The state of a sequence in all layers, and sequences that are kept for later.")
-        .def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a)
+    nb::class_<SequencePool>(m, "SequencePool",
+                             "The memory of the sequences of a model, and sequences that are kept in it for later.")
+        .def("__init__", &init_pool, "config"_a, "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0)
+        .def(
+            "has_free", &has_free, "wants"_a, "by_batches"_a,
+            "Whether so many slots after the committed ones of sequences can be had now; by_batches: committed n_batch "
+            "at a time.")
+        .def("parked", &SequencePool::parked, "Numbers of the parked sequences, used longest ago first.")
+        .def("forget", &SequencePool::forget, "number"_a)
+        .def_prop_ro("n_positions", [](const SequencePool& pool) { return pool.sizes().n_positions; })
+        .def_prop_ro("used_bytes", &SequencePool::used_bytes)
+        .def_prop_ro("window_bytes", &SequencePool::window_bytes);
+    nb::class_<SequenceState>(m, "SequenceState", "The state of a sequence in all layers.")
+        .def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a, "In a pool of its own.")
+        .def(nb::init<std::shared_ptr<SequencePool>>(), "pool"_a)
         .def("has_room", &SequenceState::has_room, "n_tokens"_a,
              "Whether so many tokens can be there, those after n_past not committed.")
         .def("commit", &commit, "path"_a)
@@ -213,14 +261,12 @@ void bind_sequence_state(nb::module_& m) {
              "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
         .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
         .def("park", &SequenceState::park,
-             "Remember the committed sequence, as long as its memory is not needed; gives its number.")
+             "Keep the committed sequence in the pool, as long as its memory is not needed; gives its number.")
         .def("reach_parked", &SequenceState::reach_parked, "number"_a, "n_past"_a,
              "The length that resume would reach; 0 for a sequence that is forgotten.")
         .def("resume", &resume, "number"_a, "n_past"_a,
              "Commit the first n_past tokens of a parked sequence, or fewer, and only them; gives how many.")
-        .def("forget", &SequenceState::forget, "number"_a)
-        .def("parked", &SequenceState::parked, "Numbers of the parked sequences.")
-        .def_prop_ro("n_past", &SequenceState::n_past)
-        .def_prop_ro("used_bytes", &SequenceState::used_bytes)
-        .def_prop_ro("window_bytes", &SequenceState::window_bytes);
+        .def("share", &share, "other"_a, "n_past"_a, "The same of another sequence of the pool.")
+        .def("close", &SequenceState::close, "Give the memory back, once no pass runs.")
+        .def_prop_ro("n_past", &SequenceState::n_past);
 }

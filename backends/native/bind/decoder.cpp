@@ -47,11 +47,19 @@ bool is_tree(const DecoderConfig& config, std::span<const int32_t> tokens, std::
     throw nb::python_error();
 }
 
-// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, ExpertReadError,
-// ModelFileError and BackendLost.
+// Raises CacheFull of edgeinfer.common.errors.
+[[noreturn]] void raise_full(int n_positions) {
+    const nb::object error = nb::module_::import_("edgeinfer.common.errors").attr("CacheFull");
+    PyErr_SetObject(error.ptr(), nb::int_(n_positions).ptr());
+    throw nb::python_error();
+}
+
+// Calls run(poll) without the interpreter's lock; raises what a signal handler raised meanwhile, CacheFull,
+// ExpertReadError, ModelFileError and BackendLost.
 template <class Run>
 bool interruptible(const Run& run) {
     bool raised = false, whole = false;
+    int full = -1;
     std::string unreadable;
     const char* kind = nullptr;
     const auto poll = [&raised] {
@@ -63,6 +71,8 @@ bool interruptible(const Run& run) {
         ReleasedGil release;
         try {
             whole = run(poll);
+        } catch (const CacheFull& error) {
+            full = error.n_positions;
         } catch (const ExpertsUnreadable& error) {
             kind = "ExpertReadError", unreadable = error.what();
         } catch (const RowUnreadable& error) {
@@ -72,6 +82,7 @@ bool interruptible(const Run& run) {
         }
     }
     if (raised) throw nb::python_error();
+    if (full >= 0) raise_full(full);
     if (kind) raise_unreadable(kind, unreadable);
     return whole;
 }
@@ -152,45 +163,74 @@ bool read_ints(nb::handle values, std::vector<int32_t>& ints) {
     return true;
 }
 
-// The rows of one sequence in lists of ints: tokens, their parents, or None for those of a chain, and the parents of
-// the pending rows before them. Logits of the last rows; taps of all, or None. Gives None where these do not fit
-// together, else what forward gives.
-std::optional<bool> forward_lists(Decoder& decoder, SequenceState& state, nb::handle tokens, nb::handle parents,
-                                  nb::handle pending, FloatRows logits, const std::vector<int32_t>& layers,
-                                  std::optional<Taps> taps, std::optional<Features> features) {
+// The rows of one sequence in lists of ints: (state, tokens, their parents, or None for those of a chain, the parents of
+// the pending rows before them, whether logits of all rows are requested or of the last one, layers, taps of these layers
+// or None, features or None).
+using ListArguments = std::tuple<SequenceState*, nb::object, nb::object, nb::object, bool, std::vector<int32_t>,
+                                 std::optional<Taps>, std::optional<Features>>;
+
+// What has the rows of a sequence, as long as a pass runs.
+struct Lists {
+    std::vector<int32_t> tokens, links;
+    SequenceRows rows;
+
+    // Gives false where the arguments do not fit together, or are no lists.
+    bool read(const Decoder& decoder, const ListArguments& arguments);
+};
+
+bool Lists::read(const Decoder& decoder, const ListArguments& arguments) {
+    const auto& [state, ids, parents, pending, is_all, layers, taps, features] = arguments;
     const DecoderConfig& config = decoder.config();
     const size_t n_embd = static_cast<size_t>(config.n_embd), n_taps = layers.size();
-    std::vector<int32_t> ids, links, rows;
-    if (!read_ints(tokens, ids) || !read_ints(pending, links)) return std::nullopt;
-    const int n = static_cast<int>(ids.size()), n_rows = static_cast<int>(logits.shape(0));
-    const int n_pending = static_cast<int>(links.size());
+    if (!state || !read_ints(ids, tokens) || !read_ints(pending, links)) return false;
+    const int n = static_cast<int>(tokens.size()), n_pending = static_cast<int>(links.size());
     for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
-    if (!parents.is_none() && !read_ints(parents, links)) return std::nullopt;
-    if (!config.fits(state.sizes()) || n < 1 || n > config.n_batch ||
-        links.size() != static_cast<size_t>(n_pending + n) || state.n_past() + n_pending + n > state.n_ctx() ||
-        !state.has_room(state.n_past() + n_pending + n) || n_rows > n ||
-        logits.shape(1) != static_cast<size_t>(config.n_logits) || decoder.has_front() != features.has_value() ||
-        (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
-        (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
-        !is_tree(config, ids, links)) {
-        return std::nullopt;
+    if (!parents.is_none() && !read_ints(parents, links)) return false;
+    const int n_slots = state->n_past() + n_pending + n;
+    if (!config.fits(state->sizes()) || n < 1 || links.size() != static_cast<size_t>(n_pending + n) ||
+        n_slots > state->n_ctx() || !state->has_room(n_slots) || decoder.has_front() != features.has_value() ||
+        (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
+        (n_taps &&
+         (!taps || taps->shape(0) != n_taps || taps->shape(1) != tokens.size() || taps->shape(2) != n_embd))) {
+        return false;
     }
-    for (int i = n - n_rows; i < n; i++) rows.push_back(i);
-    const SequenceRows sequence{&state,
-                                state.n_ctx(),
-                                ids.data(),
-                                links.data(),
-                                n,
-                                n_pending,
-                                features ? features->data() : nullptr,
-                                layers.data(),
-                                static_cast<int>(n_taps),
-                                n_taps ? taps->data() : nullptr,
-                                n_taps ? taps->shape(1) * n_embd : 0};
+    rows = {state,
+            state->n_ctx(),
+            tokens.data(),
+            links.data(),
+            n,
+            n_pending,
+            features ? features->data() : nullptr,
+            layers.data(),
+            static_cast<int>(n_taps),
+            n_taps ? taps->data() : nullptr,
+            n_taps ? taps->shape(1) * n_embd : 0};
+    return is_tree(config, tokens, links);
+}
+
+// Logits of the rows that are requested of all sequences, in their order. Gives None where the arguments do not fit
+// together, else what forward gives.
+std::optional<bool> forward_lists(Decoder& decoder, const std::vector<ListArguments>& sequences, FloatRows logits) {
+    const DecoderConfig& config = decoder.config();
+    std::vector<Lists> lists(sequences.size());
+    std::vector<SequenceRows> all;
+    std::vector<int32_t> rows;
+    int n = 0;
+    for (size_t i = 0; i < sequences.size(); i++) {
+        if (!lists[i].read(decoder, sequences[i])) return std::nullopt;
+        const SequenceRows& of = lists[i].rows;
+        const auto is_same = [&](const SequenceRows& other) { return other.state == of.state; };
+        if (std::any_of(all.begin(), all.end(), is_same) || of.n > config.n_batch - n) return std::nullopt;
+        for (int row = std::get<bool>(sequences[i]) ? 0 : of.n - 1; row < of.n; row++) rows.push_back(n + row);
+        n += of.n;
+        all.push_back(of);
+    }
+    if (all.empty() || logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits))
+        return std::nullopt;
     const uint64_t interrupts = decoder.interrupts();
-    return interruptible([&](const auto& poll) {
-        return decoder.forward({&sequence, 1}, rows.data(), n_rows, logits.data(), interrupts, poll);
-    });
+    const int n_rows = static_cast<int>(rows.size());
+    return interruptible(
+        [&](const auto& poll) { return decoder.forward(all, rows.data(), n_rows, logits.data(), interrupts, poll); });
 }
 
 // An array of Python's that holds these values.
@@ -358,8 +398,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_expert_device", &set_expert_device, "device"_a.none(),
              "What computes some experts beside the CPU, None for nothing.")
         .def("forward", &forward, "sequences"_a, "rows"_a, "logits"_a, "interrupts"_a)
-        .def("forward_lists", &forward_lists, "state"_a, "tokens"_a, "parents"_a.none(), "pending"_a, "logits"_a,
-             "layers"_a, "taps"_a.none(), "features"_a.none())
+        .def("forward_lists", &forward_lists, "sequences"_a, "logits"_a)
         .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
              "Logits of some rows of a new sequence whose residual stream before a layer is known: x (n, n_embd).")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)

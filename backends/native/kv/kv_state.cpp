@@ -4,108 +4,120 @@
 
 namespace {
 
-// The segment of the first slot that is read after n_past tokens.
-size_t first_read(int n_past, int window) { return static_cast<size_t>(std::max(0, n_past + 1 - window) / kSegment); }
-
 size_t count(int n_slots) { return static_cast<size_t>(segments_of(n_slots)); }
 
 }  // namespace
 
-// There are as many segments as one sequence can need, so that one is free when nothing is parked.
-void KvState::make_room(int n_past, const DropParked& drop_parked) {
-    if (!give_back_after(n_past)) drop_parked();
+std::unique_ptr<LayerState> KvMemory::state() { return std::make_unique<KvState>(*this); }
+
+std::unique_ptr<LayerClaim> KvMemory::claim() { return std::make_unique<KvClaim>(*this); }
+
+void KvTable::cut(SegmentUsers& users, size_t n) {
+    for (size_t i = std::max(first, n); i < segments.size(); i++) users.give_back(segments[i]);
+    segments.resize(std::min(segments.size(), n));
+    first = std::min(first, n);
 }
 
-int32_t KvState::take(int n_past, const DropParked& drop_parked) {
-    while (!segments_.has_free()) make_room(n_past, drop_parked);
-    return segments_.take();
-}
+// ---- the state of a sequence ---------------------------------------------------------------------------------------
 
-void KvState::reserve(int n_past, int n_slots, const DropParked& drop_parked) {
-    for (size_t i = static_cast<size_t>(n_past / kSegment); i < count(n_slots); i++) {
-        if (i == table_.segments.size()) {
-            table_.segments.push_back(take(n_past, drop_parked));
-            continue;
-        }
-        const int32_t shared = table_.segments[i];
-        while (segments_.is_shared(shared) && !segments_.has_free()) make_room(n_past, drop_parked);
-        if (!segments_.is_shared(shared)) continue;
-        table_.segments[i] = segments_.take();
-        segments_.copy(shared, table_.segments[i]);
-        segments_.give_back(shared);
+bool KvState::has(int n_past, int n_slots) const {
+    const size_t end = count(n_slots);
+    if (table_.segments.size() < end) return false;
+    for (size_t i = static_cast<size_t>(n_past / kSegment); i < end; i++) {
+        if (memory_.segments.users.is_shared(table_.segments[i])) return false;
     }
+    return true;
 }
 
 void KvState::commit(int n_past, const int32_t* path, int n) {
     for (int i = 0; i < n; i++) {
-        if (path[i] != i) segments_.copy_slot(table_.segments.data(), n_past + path[i], n_past + i);
+        if (path[i] != i) memory_.segments.copy_slot(table_.segments.data(), n_past + path[i], n_past + i);
     }
+    truncate(n_past + n);
 }
 
-void KvState::cut(Table& table, size_t n_segments) {
-    for (size_t i = std::max(table.first, n_segments); i < table.segments.size(); i++)
-        segments_.give_back(table.segments[i]);
-    table.segments.resize(n_segments);
-    table.first = std::min(table.first, n_segments);
-}
+void KvState::truncate(int n_past) { table_.cut(memory_.segments.users, count(n_past)); }
 
-// Segments that are not needed any more stay this sequence's own until it is parked.
-void KvState::truncate(int n_past) {
-    if (n_past == 0) cut(table_, 0);
-}
-
-void KvState::park(int number, int n_past) {
-    cut(table_, count(n_past));
-    Table kept = table_;
-    for (const size_t first = std::min(first_kept(n_past), kept.segments.size()); kept.first < first; kept.first++)
-        kept.segments[kept.first] = -1;
-    parked_.emplace_back(number, kept);
-    for (size_t i = kept.first; i < kept.segments.size(); i++) segments_.share(kept.segments[i]);
-}
-
-std::vector<std::pair<int, KvState::Table>>::const_iterator KvState::find(int number) const {
-    return std::find_if(parked_.begin(), parked_.end(), [&](const auto& sequence) { return sequence.first == number; });
-}
-
-int KvState::reach_parked(int number, int n_past) const {
-    const auto sequence = find(number);
-    return sequence == parked_.end() ? 0 : reach_of(sequence->second, n_past);
-}
-
-void KvState::resume(int number, int n_past) {
-    const auto sequence = find(number);
-    Table table;
-    if (sequence != parked_.end() && n_past > 0) {
-        table.first = sequence->second.first;
-        table.segments.assign(sequence->second.segments.begin(),
-                              sequence->second.segments.begin() + static_cast<std::ptrdiff_t>(count(n_past)));
-        for (size_t i = table.first; i < table.segments.size(); i++) segments_.share(table.segments[i]);
+// No more than the window and its slack: other sequences need the memory, and would drop what is kept as a whole.
+std::unique_ptr<LayerState> KvState::kept(int n_past) {
+    auto kept = std::make_unique<KvState>(memory_);
+    kept->share(*this, n_past);
+    KvTable& table = kept->table_;
+    for (const size_t first = std::min(memory_.first_kept(n_past), table.segments.size()); table.first < first;
+         table.first++) {
+        memory_.segments.users.give_back(std::exchange(table.segments[table.first], -1));
     }
-    cut(table_, 0);
+    return kept;
+}
+
+void KvState::share(const LayerState& other, int n_past) {
+    const KvTable& theirs = static_cast<const KvState&>(other).table_;
+    KvTable table;
+    if (n_past > 0) {
+        table.first = theirs.first;
+        table.segments.assign(theirs.segments.begin(),
+                              theirs.segments.begin() + static_cast<std::ptrdiff_t>(count(n_past)));
+        for (size_t i = table.first; i < table.segments.size(); i++) memory_.segments.users.share(table.segments[i]);
+    }
+    table_.cut(memory_.segments.users, 0);
     table_ = std::move(table);
 }
 
-void KvState::forget(int number) {
-    const auto sequence = find(number);
-    if (sequence == parked_.end()) return;
-    for (size_t i = sequence->second.first; i < sequence->second.segments.size(); i++)
-        segments_.give_back(sequence->second.segments[i]);
-    parked_.erase(sequence);
+// ---- what is about to be taken -------------------------------------------------------------------------------------
+
+KvTable& KvClaim::table_of(LayerState& state) {
+    KvState* of = static_cast<KvState*>(&state);
+    const auto known = std::find_if(claimed_.begin(), claimed_.end(), [&](const Claimed& c) { return c.state == of; });
+    if (known != claimed_.end()) return known->table;
+    claimed_.push_back({of, of->table_});
+    return claimed_.back().table;
 }
 
-// What a parked sequence shares would not be free then; it goes along where one after it is.
-bool WindowKv::give_back_after(int n_past) {
-    const size_t end = std::min(first_read(n_past - kSlack, window_), table_.segments.size());
-    size_t own = table_.first;
-    while (own < end && segments_.is_shared(table_.segments[own])) own++;
+// Frees segments of a sequence that is n_past long and will not read them any more, if there are any. What others share
+// would not be free then; it goes along where one after it is.
+bool KvClaim::give_back_after(KvTable& table, int n_past) {
+    const size_t end = std::min(memory_.first_kept(n_past), table.segments.size());
+    size_t own = table.first;
+    while (own < end && users_.is_shared(table.segments[own])) own++;
     if (own >= end) return false;
-    for (; table_.first <= own; table_.first++) segments_.give_back(std::exchange(table_.segments[table_.first], -1));
+    for (; table.first <= own; table.first++) users_.give_back(std::exchange(table.segments[table.first], -1));
     return true;
 }
 
-// No more than that: the next sequence needs the memory, and would drop a parked sequence that holds it.
-size_t WindowKv::first_kept(int n_past) const { return first_read(n_past - kSlack, window_); }
+bool KvClaim::find_free(KvTable& table, int n_past) {
+    while (!users_.has_free()) {
+        if (!give_back_after(table, n_past)) return false;
+    }
+    return true;
+}
 
-int WindowKv::reach_of(const Table& table, int n_past) const {
-    return table.first <= first_read(n_past, window_) ? n_past : 0;
+bool KvClaim::reserve(LayerState& state, int n_past, int n_slots) {
+    KvTable& table = table_of(state);
+    table.cut(users_, count(n_slots));
+    for (size_t i = static_cast<size_t>(n_past / kSegment); i < count(n_slots); i++) {
+        const bool is_new = i == table.segments.size();
+        if (!is_new && !users_.is_shared(table.segments[i])) continue;
+        const size_t kept_from = std::min(memory_.first_kept(n_past), table.segments.size());
+        while (is_new && i - table.first >= memory_.most_of_sequence && table.first < kept_from) {
+            users_.give_back(std::exchange(table.segments[table.first++], -1));
+        }
+        if (!find_free(table, n_past)) return false;
+        const int32_t own = users_.take();
+        if (is_new) {
+            table.segments.push_back(own);
+        } else {
+            copies_.emplace_back(table.segments[i], own);
+            users_.give_back(std::exchange(table.segments[i], own));
+        }
+    }
+    return true;
+}
+
+void KvClaim::forget(LayerState& state) { table_of(state).cut(users_, 0); }
+
+// In the order in which they were noted: a segment may be given back after it was copied, and then be copied to.
+void KvClaim::apply() {
+    memory_.segments.users = std::move(users_);
+    for (Claimed& of : claimed_) of.state->table_ = std::move(of.table);
+    for (const auto& [from, to] : copies_) memory_.segments.copy(from, to);
 }

@@ -1,8 +1,8 @@
-// The state of sequences in some layers of one kind.
+// What sequences keep in some layers of one kind, and the memory that it is in, which all sequences share.
 //
-// There is the current sequence, which passes run after, and there are parked sequences, known by a number. A state is
-// told n_past, the number of committed tokens, by SequenceState, which holds one state for each kind of layer and keeps
-// them in step.
+// A LayerState is that of one sequence, which passes run after, or of a sequence that is kept for later. It is told
+// n_past, the number of committed tokens, by SequenceState, which holds one state for each kind of layer and keeps them
+// in step.
 //
 // A forward pass makes the slots from n_past on, one for each row that is not committed, in the order of the rows. A state
 // that can be had after a row only by computing it, as in recurrent layers, keeps one for each such row until commit says
@@ -11,28 +11,45 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <memory>
 
 class LayerState {
 public:
-    using DropParked = std::function<void()>;
-
     virtual ~LayerState() = default;
 
-    // Makes the slots n_past..n_slots-1 the current sequence's own, to be written. drop_parked forgets the sequence
-    // parked longest ago, in all states; it is called as often as memory is missing.
-    virtual void reserve(int n_past, int n_slots, const DropParked& drop_parked) = 0;
+    // Whether the slots n_past..n_slots-1 are this sequence's own, to be written.
+    virtual bool has(int n_past, int n_slots) const = 0;
     // Keeps the slots n_past + path[i], which ascend, as n_past + i, and drops the rest.
     virtual void commit(int n_past, const int32_t* path, int n) = 0;
-    // The largest length up to n_past that the current sequence can be cut to, and cuts it to one that was reached.
+    // The largest length up to n_past that this sequence can be cut to, and cuts it to one that was reached.
     virtual int reach(int n_past) const = 0;
     virtual void truncate(int n_past) = 0;
-    // Keeps the first n_past slots of the current sequence under a number.
-    virtual void park(int number, int n_past) = 0;
-    // The same as reach, and truncate, for a parked sequence, which becomes the current one and stays parked too.
-    virtual int reach_parked(int number, int n_past) const = 0;
-    virtual void resume(int number, int n_past) = 0;
-    virtual void forget(int number) = 0;
+    // The first n_past slots once more, in the same memory: as little as is needed to go on after them.
+    virtual std::unique_ptr<LayerState> kept(int n_past) = 0;
+    // Becomes the first n_past slots of another one, n_past being a length that this one reaches, in the same memory.
+    virtual void share(const LayerState& other, int n_past) = 0;
+};
+
+// What is about to be taken of a memory, for several sequences together: noted in a copy of its books, which count once it
+// is applied. Not longer than the states that it is told of.
+class LayerClaim {
+public:
+    virtual ~LayerClaim() = default;
+
+    // Makes the slots n_past..n_slots-1 a sequence's own. Gives false where memory is missing; it is to be called again
+    // once a kept sequence was forgotten.
+    virtual bool reserve(LayerState& state, int n_past, int n_slots) = 0;
+    virtual void forget(LayerState& state) = 0;
+    virtual void apply() = 0;
+};
+
+class LayerMemory {
+public:
+    virtual ~LayerMemory() = default;
+
+    virtual std::unique_ptr<LayerState> state() = 0;  // of an empty sequence
+    virtual std::unique_ptr<LayerClaim> claim() = 0;
     // Bytes that were ever in use.
     virtual size_t used_bytes() const = 0;
+    virtual bool is_window() const { return false; }
 };

@@ -88,16 +88,31 @@ size_t KvShape::segment_bytes() const {
     return bytes_of_head(head_layout(*this)) * static_cast<size_t>(n_layers) * static_cast<size_t>(n_kv_heads);
 }
 
+SegmentUsers::SegmentUsers(int n_segments) : users_(static_cast<size_t>(n_segments)) {
+    for (int i = n_segments; i-- > 0;) free_.push_back(i);
+}
+
+int32_t SegmentUsers::take() {
+    const int32_t segment = free_.back();
+    free_.pop_back();
+    users_[static_cast<size_t>(segment)] = 1;
+    n_touched_ = std::max(n_touched_, segment + 1);
+    return segment;
+}
+
+void SegmentUsers::give_back(int32_t segment) {
+    if (--users_[static_cast<size_t>(segment)] == 0) free_.push_back(segment);
+}
+
 KvSegments::KvSegments(const KvShape& shape, int n_segments)
-    : shape_(shape),
+    : users(n_segments),
+      shape_(shape),
       first_(head_layout(shape)),
       head_bytes_(bytes_of_head(first_)),
       segment_bytes_(shape.segment_bytes()),
-      memory_(segment_bytes_ * static_cast<size_t>(n_segments)),
-      users_(static_cast<size_t>(n_segments)) {
+      memory_(segment_bytes_ * static_cast<size_t>(n_segments)) {
     first_.base = memory_.data();
     first_.segment_bytes = segment_bytes_;
-    for (int i = n_segments; i-- > 0;) free_.push_back(i);
 }
 
 KvHead KvSegments::head(const int32_t* table, int layer, int kv_head) const {
@@ -115,18 +130,6 @@ void KvSegments::copy_slot(const int32_t* table, int from, int to) {
             copy_value(h, from, to);
         }
     }
-}
-
-int32_t KvSegments::take() {
-    const int32_t segment = free_.back();
-    free_.pop_back();
-    users_[static_cast<size_t>(segment)] = 1;
-    n_touched_ = std::max(n_touched_, segment + 1);
-    return segment;
-}
-
-void KvSegments::give_back(int32_t segment) {
-    if (--users_[static_cast<size_t>(segment)] == 0) free_.push_back(segment);
 }
 
 void KvSegments::copy(int32_t from, int32_t to) { std::memcpy(data(to), data(from), segment_bytes_); }

@@ -17,6 +17,24 @@ struct KvShape {
     size_t segment_bytes() const;
 };
 
+// Which of some segments are in use, and by how many. Copies of it are how it is found out what can be had.
+class SegmentUsers {
+public:
+    explicit SegmentUsers(int n_segments);
+
+    bool has_free() const { return !free_.empty(); }
+    bool is_shared(int32_t segment) const { return users_[static_cast<size_t>(segment)] > 1; }
+    int32_t take();  // a free one, for one user; those that were used before come first
+    void share(int32_t segment) { users_[static_cast<size_t>(segment)]++; }
+    void give_back(int32_t segment);
+    int n_touched() const { return n_touched_; }  // segments that were ever used
+
+private:
+    std::vector<int> users_;  // of each segment
+    std::vector<int32_t> free_;
+    int n_touched_ = 0;
+};
+
 class KvSegments {
 public:
     // Segments that no sequence has used take no memory of the system.
@@ -27,13 +45,10 @@ public:
     // From one slot of a table to another, in all layers.
     void copy_slot(const int32_t* table, int from, int to);
 
-    bool has_free() const { return !free_.empty(); }
-    bool is_shared(int32_t segment) const { return users_[static_cast<size_t>(segment)] > 1; }
-    int32_t take();  // a free one, for one user
-    void share(int32_t segment) { users_[static_cast<size_t>(segment)]++; }
-    void give_back(int32_t segment);
     void copy(int32_t from, int32_t to);
-    size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(n_touched_); }
+    size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(users.n_touched()); }
+
+    SegmentUsers users;
 
 private:
     uint8_t* data(int32_t segment) const { return memory_.data() + static_cast<size_t>(segment) * segment_bytes_; }
@@ -42,7 +57,4 @@ private:
     KvHead first_;  // of layer 0, head 0
     size_t head_bytes_, segment_bytes_;
     Memory memory_;
-    std::vector<int> users_;  // of each segment
-    std::vector<int32_t> free_;
-    int n_touched_ = 0;  // segments that were ever used
 };

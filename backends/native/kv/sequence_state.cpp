@@ -1,149 +1,102 @@
 #include "kv/sequence_state.h"
 
 #include <algorithm>
-#include <stdexcept>
 
-namespace {
-
-// Layers that share a state. A window that would hold no less than all of a sequence is none.
-struct Alike {
-    KvSizes layer;
-    std::vector<int> layers;
-
-    KvShape shape(KvType type) const {
-        return {type, static_cast<int>(layers.size()), layer.n_kv_heads, layer.head_dim};
-    }
-    int n_segments(const SequenceSizes& sizes) const {
-        return layer.window ? WindowKv::n_segments(layer.window, sizes.n_batch) : segments_of(sizes.n_ctx);
-    }
-};
-
-std::vector<Alike> alike_of(const SequenceSizes& sizes) {
-    std::vector<Alike> found;
-    for (int i = 0; i < static_cast<int>(sizes.layers.size()); i++) {
-        KvSizes layer = std::get<KvSizes>(sizes.layers[static_cast<size_t>(i)]);
-        if (layer.window >= sizes.n_ctx) layer.window = 0;  // it sees all
-        if (layer.window && WindowKv::n_segments(layer.window, sizes.n_batch) >= segments_of(sizes.n_ctx))
-            layer.window = 0;
-        const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) { return of.layer == layer; });
-        if (same == found.end())
-            found.push_back({layer, {i}});
-        else
-            same->layers.push_back(i);
-    }
-    return found;
-}
-
-}  // namespace
-
-size_t SequenceState::n_bytes(const SequenceSizes& sizes) {
-    size_t n_bytes = 0;
-    for (const Alike& alike : alike_of(sizes))
-        n_bytes += alike.shape(sizes.type).segment_bytes() * static_cast<size_t>(alike.n_segments(sizes));
-    return n_bytes;
-}
-
-SequenceState::SequenceState(const SequenceSizes& sizes) : places_(sizes.layers.size()), sizes_(sizes) {
-    for (const Alike& alike : alike_of(sizes)) {
-        const KvShape shape = alike.shape(sizes.type);
-        std::unique_ptr<KvState> state;
-        if (alike.layer.window) {
-            state = std::make_unique<WindowKv>(shape, alike.layer.window, sizes.n_batch);
-            n_unmoved_ = std::min(n_unmoved_, alike.n_segments(sizes) * kSegment);
-        } else {
-            state = std::make_unique<FullKv>(shape, sizes.n_ctx);
-        }
-        int index = 0;
-        for (const int layer : alike.layers) places_[static_cast<size_t>(layer)] = {state.get(), index++};
-        states_.push_back(std::move(state));
+SequenceState::SequenceState(std::shared_ptr<SequencePool> pool)
+    : pool_(std::move(pool)), states_(pool_->new_states()), places_(pool_->places_.size()) {
+    for (size_t i = 0; i < places_.size(); i++) {
+        const SequencePool::Place& place = pool_->places_[i];
+        places_[i] = {static_cast<KvState*>(states_[static_cast<size_t>(place.memory)].get()), place.index};
     }
 }
 
-size_t SequenceState::used_bytes() const {
-    size_t n_bytes = 0;
-    for (const auto& state : states_) n_bytes += state->used_bytes();
-    return n_bytes;
-}
+SequenceState::SequenceState(const SequenceSizes& sizes)
+    : SequenceState(std::make_shared<SequencePool>(PoolSizes::of_one(sizes))) {}
 
-size_t SequenceState::window_bytes() const {
-    size_t n_bytes = 0;
-    for (const auto& state : states_) {
-        if (dynamic_cast<const WindowKv*>(state.get())) n_bytes += state->used_bytes();
-    }
-    return n_bytes;
-}
+SequenceState::~SequenceState() { pool_->release(std::move(states_)); }
 
 void SequenceState::reserve(int n_slots) {
-    const LayerState::DropParked drop_parked = [this] {
-        if (parked_.empty()) throw std::length_error("more tokens are pending than there is room for");
-        forget(parked_.front().number);
-    };
-    for (const auto& state : states_) state->reserve(n_past_, n_slots, drop_parked);
-    n_slots_ = n_slots;
+    const SequencePool::Want want{this, n_slots};
+    SequencePool::reserve({&want, 1});
 }
 
 void SequenceState::commit(const int32_t* path, int n) {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
     for (const auto& state : states_) state->commit(n_past_, path, n);
     n_slots_ = n_past_ += n;
 }
 
-// What one state reaches, another may not, so they are asked until all agree. All reach 0.
 int SequenceState::reach(int n_past) const {
-    for (int asked = -1; asked != n_past;) {
-        asked = n_past;
-        for (const auto& state : states_) n_past = state->reach(n_past);
-    }
-    return n_past;
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    return reach_locked(n_past);
 }
 
 int SequenceState::truncate(int n_past) {
-    n_slots_ = n_past_ = reach(n_past);
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    n_slots_ = n_past_ = reach_locked(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
     return n_past_;
 }
 
 int SequenceState::park() {
-    const int number = n_numbers_++;  // first: a number that failed half way is not given again
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const int number = pool_->n_numbers_++;
+    SequencePool::Parked parked{number, n_past_, {}};
     n_slots_ = n_past_;
-    for (const auto& state : states_) state->park(number, n_past_);
-    parked_.push_back({number, n_past_});
+    for (const auto& state : states_) {
+        state->truncate(n_past_);
+        parked.states.push_back(state->kept(n_past_));
+    }
+    pool_->parked_.push_back(std::move(parked));
     return number;
 }
 
-std::vector<SequenceState::Parked>::const_iterator SequenceState::find(int number) const {
-    return std::find_if(parked_.begin(), parked_.end(),
-                        [&](const Parked& sequence) { return sequence.number == number; });
-}
-
 int SequenceState::reach_parked(int number, int n_past) const {
-    const auto sequence = find(number);
-    n_past = sequence == parked_.end() ? 0 : std::min(n_past, sequence->n_past);
-    for (int asked = -1; asked != n_past;) {
-        asked = n_past;
-        for (const auto& state : states_) n_past = state->reach_parked(number, n_past);
-    }
-    return n_past;
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const auto sequence = pool_->find(number);
+    if (sequence == pool_->parked_.end()) return 0;
+    return SequencePool::reach(sequence->states, std::min(n_past, sequence->n_past));
 }
 
 int SequenceState::resume(int number, int n_past) {
-    n_slots_ = n_past_ = reach_parked(number, n_past);
-    for (const auto& state : states_) state->resume(number, n_past_);
-    if (const auto sequence = find(number); sequence != parked_.end()) {
-        const auto at = parked_.begin() + (sequence - parked_.cbegin());
-        std::rotate(at, at + 1, parked_.end());
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const auto sequence = pool_->find(number);
+    if (sequence == pool_->parked_.end()) {
+        clear();
+        return 0;
     }
+    n_slots_ = n_past_ = SequencePool::reach(sequence->states, std::min(n_past, sequence->n_past));
+    for (size_t i = 0; i < states_.size(); i++) states_[i]->share(*sequence->states[i], n_past_);
+    std::rotate(sequence, sequence + 1, pool_->parked_.end());
     return n_past_;
 }
 
-void SequenceState::forget(int number) {
-    const auto sequence = find(number);
-    if (sequence == parked_.end()) return;
-    for (const auto& state : states_) state->forget(number);
-    parked_.erase(sequence);
+int SequenceState::share(const SequenceState& other, int n_past) {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    if (&other == this || other.pool_ != pool_) throw std::invalid_argument("not another sequence of the pool");
+    n_slots_ = n_past_ = other.reach_locked(std::min(n_past, other.n_past_));
+    for (size_t i = 0; i < states_.size(); i++) states_[i]->share(*other.states_[i], n_past_);
+    return n_past_;
 }
 
-std::vector<int> SequenceState::parked() const {
-    std::vector<int> numbers;
-    for (const Parked& sequence : parked_) numbers.push_back(sequence.number);
-    return numbers;
+void SequenceState::clear() {
+    n_slots_ = n_past_ = 0;
+    for (const auto& state : states_) state->truncate(0);
+}
+
+void SequenceState::close() {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    is_closed_ = true;
+    if (!is_running_) clear();
+}
+
+void SequenceState::begin_pass() {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    is_running_ = true;
+}
+
+void SequenceState::end_pass() {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    is_running_ = false;
+    if (is_closed_) clear();
 }

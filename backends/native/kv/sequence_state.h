@@ -1,46 +1,24 @@
-// The state of a sequence in all layers of a model, and sequences that are kept for later.
+// The state of a sequence in all layers of a model.
 #pragma once
 
-#include <climits>
 #include <memory>
-#include <variant>
 #include <vector>
 
-#include "kv/kv_state.h"
+#include "kv/sequence_pool.h"
 
-// Keys and values. window: positions that a token sees, its own among them; 0 for all.
-struct KvSizes {
-    int n_kv_heads, head_dim, window;
-
-    bool operator==(const KvSizes&) const = default;
-};
-
-// What the mixer of a layer keeps of a sequence, by its kind.
-using LayerSizes = std::variant<KvSizes>;
-
-// n_batch: of a sequence that may be pending at once; see has_room.
-struct SequenceSizes {
-    KvType type = KvType::F16;
-    int n_ctx = 0, n_batch = 0;
-    std::vector<LayerSizes> layers;
-};
-
-// Layers that are alike share one LayerState, and so their tables. Parked sequences are kept as long as their memory is
-// not needed, the last used one longest.
 class SequenceState {
 public:
+    explicit SequenceState(std::shared_ptr<SequencePool> pool);
+    // One in a pool of its own.
     explicit SequenceState(const SequenceSizes& sizes);
+    ~SequenceState();
     SequenceState(const SequenceState&) = delete;
     SequenceState& operator=(const SequenceState&) = delete;
 
-    // What is held when all of it is full.
-    static size_t n_bytes(const SequenceSizes& sizes);
-    size_t used_bytes() const;
-    size_t window_bytes() const;  // of used_bytes, those of layers with a window
-
+    SequencePool& pool() const { return *pool_; }
     int n_past() const { return n_past_; }
-    int n_ctx() const { return sizes_.n_ctx; }
-    const SequenceSizes& sizes() const { return sizes_; }
+    int n_ctx() const { return sizes().n_ctx; }
+    const SequenceSizes& sizes() const { return pool_->sizes().of_sequence; }
     // Slots after n_past that rows may be committed from.
     int n_pending() const { return n_slots_ - n_past_; }
     KvHead head(int layer, int kv_head) const {
@@ -49,8 +27,8 @@ public:
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
-    bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes_.n_batch || n_slots <= n_unmoved_; }
-    // Makes these slots this sequence's own. There must be room.
+    bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes().n_batch || n_slots <= pool_->n_unmoved_; }
+    // Makes these slots this sequence's own; see SequencePool::reserve.
     void reserve(int n_slots);
     // Moves these slots after n_past, ascending, to n_past, n_past + 1, ...
     void commit(const int32_t* path, int n);
@@ -60,30 +38,35 @@ public:
     // Forgets what is after the first n_past tokens, or after fewer; gives how many there are then.
     int truncate(int n_past);
 
-    // Remembers the sequence under a number.
+    // Keeps the sequence in the pool under a number.
     int park();
-    // The same as reach and truncate for a parked sequence, which becomes the current one and stays parked. One that is
-    // not there any more has length 0.
+    // The same as reach and truncate for a parked sequence of the pool, which becomes the current one and stays parked.
+    // One that is not there any more has length 0.
     int reach_parked(int number, int n_past) const;
     int resume(int number, int n_past);
-    void forget(int number);
-    std::vector<int> parked() const;  // used longest ago first
+    // The same for the committed tokens of another sequence of the pool.
+    int share(const SequenceState& other, int n_past);
+
+    // Gives the memory back, once no pass runs. The sequence is empty then.
+    void close();
+    // A pass runs from here on, or has ended.
+    void begin_pass();
+    void end_pass();
 
 private:
+    friend class SequencePool;
+
     struct Place {
         KvState* state;
         int index;  // of the layer among those of the state
     };
-    struct Parked {
-        int number, n_past;
-    };
 
-    std::vector<Parked>::const_iterator find(int number) const;
+    int reach_locked(int n_past) const { return SequencePool::reach(states_, n_past); }
+    void clear();
 
-    std::vector<std::unique_ptr<LayerState>> states_;
+    std::shared_ptr<SequencePool> pool_;
+    SequencePool::States states_;
     std::vector<Place> places_;  // by layer
-    SequenceSizes sizes_;
-    int n_unmoved_ = INT_MAX;
-    int n_past_ = 0, n_slots_ = 0, n_numbers_ = 0;
-    std::vector<Parked> parked_;  // used longest ago first
+    int n_past_ = 0, n_slots_ = 0;
+    bool is_running_ = false, is_closed_ = false;
 };

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
 from edgeinfer.speculation.drafters.answer_file import AnswerFile
-from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter
+from edgeinfer.speculation.drafters.base import AcceptanceModel, Context, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 MOST_TOKENS = 32_768
@@ -107,29 +107,28 @@ class AnswerIndex:
         return [each for each in found if each[0] == longest]
 
 
-class AnswersDrafter(HoldingDrafter):
+class AnswersDrafter(HoldingDrafter, SharedDrafter):
     """Keeps the last max_tokens tokens of the answers of all conversations. file: keeps them on disk, None for none."""
 
     name = "answers"
 
     def __init__(self, max_tokens: int = MOST_TOKENS, file: AnswerFile | None = None) -> None:
         self._index = AnswerIndex(max_tokens)
-        self._context: Context | None = None  # of the request that runs, or was the last
-        self._n_prompt = 0
+        self._running: list[tuple[Context, int]] = []  # of the requests that run, or were the last; and their prompts
         self._file = file
         self._n_unsaved = 0
         for answer in [] if file is None else file.read():
             self._index.add(answer)
 
     @staticmethod
-    def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes that it takes: of the answers, and of the last request."""
-        return _BYTES_PER_TOKEN * max_tokens + _BYTES_PER_LAST * n_ctx
+    def memory(max_tokens: int, n_ctx: int, n_texts: int = 1) -> int:
+        """Most bytes that it takes: of the answers, and of the last requests of so many texts at once."""
+        return _BYTES_PER_TOKEN * max_tokens + n_texts * _BYTES_PER_LAST * n_ctx
 
     def start(self, context: Context) -> None:
-        """Keep the last request's answer."""
-        self._keep()
-        self._context, self._n_prompt = context, len(context.tokens)
+        """Keep the answers of requests that are over."""
+        self._keep_over()
+        self._running.append((context, len(context.tokens)))
 
     def propose(self, context: Context, limit: int) -> DraftTree:
         """What followed the longest match in earlier answers; several places make a tree."""
@@ -143,24 +142,31 @@ class AnswersDrafter(HoldingDrafter):
 
     @override
     def held(self) -> dict[str, int]:
-        n_last = 0 if self._context is None else len(self._context.tokens)
+        n_last = sum(len(context.tokens) for context, _ in self._running)
         return {"tables": self.memory(self._index.max_tokens, n_last)}
 
     def close(self) -> None:
         """Write the file, and forget all answers."""
-        self._keep()
+        for context, _ in self._running:
+            context.is_over = True
+        self._keep_over()
         self._save()
         self._index = AnswerIndex(0)
 
-    def _keep(self) -> None:
-        """Add the answer of the last request."""
-        context, self._context = self._context, None
-        if context is None or len(context.tokens) < self._n_prompt + _LEAST_ANSWER:
-            return
-        # With the last tokens of the prompt, which are the same before each answer, so that its beginning is found too.
-        answer = context.tokens[max(0, self._n_prompt - _ORDER) :]
-        self._index.add(answer)
-        self._n_unsaved += len(answer)
+    @override
+    def beside(self) -> AnswersDrafter:
+        return self
+
+    def _keep_over(self) -> None:
+        """Add the answers of the requests that are over."""
+        running, self._running = self._running, [each for each in self._running if not each[0].is_over]
+        for context, n_prompt in running:
+            if not context.is_over or len(context.tokens) < n_prompt + _LEAST_ANSWER:
+                continue
+            # With the last tokens of the prompt, which are the same before each answer, so that its beginning is found.
+            answer = context.tokens[max(0, n_prompt - _ORDER) :]
+            self._index.add(answer)
+            self._n_unsaved += len(answer)
         if self._n_unsaved >= _SAVE_EVERY:
             self._save()
 

@@ -54,6 +54,7 @@ class Context:
     n_unverified: int = 0  # tokens at the end that are drafted and not verified yet
     is_plain: bool = False  # the target takes the largest logit, without penalties
     params: SamplingParams | None = None  # how the target chooses, where that is known
+    is_over: bool = False  # no more of the text comes
     constraint: Following | None = None  # None where anything may follow
 
 
@@ -90,6 +91,15 @@ class HoldingDrafter(Protocol):
 
     def held(self) -> dict[str, int]:
         """Bytes now, by part: "weights", "caches", "rows", "features", "tables"."""
+        ...
+
+
+@runtime_checkable
+class SharedDrafter(Drafter, Protocol):
+    """A drafter that can work for several texts that run at once."""
+
+    def beside(self) -> Drafter:
+        """One for another text: itself where it keeps nothing of a text that another one would disturb."""
         ...
 
 

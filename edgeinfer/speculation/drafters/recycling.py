@@ -18,7 +18,7 @@ import numpy as np
 from edgeinfer.backends.native import top_k
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
-from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
+from edgeinfer.speculation.drafters.base import Context, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
@@ -40,7 +40,7 @@ _PRIORS = (
 )
 
 
-class RecyclingDrafter(HoldingDrafter):
+class RecyclingDrafter(HoldingDrafter, SharedDrafter):
     """Keeps its table from one conversation to the next. n_rows: of the table."""
 
     name = "recycling"
@@ -110,6 +110,10 @@ class RecyclingDrafter(HoldingDrafter):
                 place = key % self._n_rows
                 _ROW.pack_into(self._rows.data, place * _ROW.size, key, *ids)
                 _LOGITS.pack_into(self._logits.data, place * _LOGITS.size, *of_ids, total)
+
+    @override
+    def beside(self) -> RecyclingDrafter:
+        return self
 
     @override
     def held(self) -> dict[str, int]:

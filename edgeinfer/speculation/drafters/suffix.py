@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Logits
-from edgeinfer.speculation.drafters.base import Context, HoldingDrafter
+from edgeinfer.speculation.drafters.base import Context, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.drafters.chains import Chains
 from edgeinfer.speculation.drafters.foresight import Foresight, foresight_of
 from edgeinfer.speculation.drafters.realignment import FIRST, LATER, N_BUCKETS, Realignment
@@ -21,6 +21,7 @@ from edgeinfer.speculation.tree import DraftTree, no_draft
 
 BYTES_PER_TOKEN = 250  # of the automaton; tests/edgeinfer/speculation/drafters/test_drafters.py measures it
 LEAST_TOKENS = 256  # of a useful automaton: code and prose of 3000 tokens then have 3/4 of the gain, with 128 half
+_BESIDE = 4  # the automaton of a text beside others is so many times smaller
 _BYTES_PER_LAST = 36  # per token of the last request: a place in a list, and an integer
 _NONE = -(1 << 31)  # no token
 _OVERLAP = 8  # tokens repeated before the first new one of a request, so that matches may span the cut
@@ -144,7 +145,7 @@ class SuffixAutomaton:
         return len(self.end) - 1
 
 
-class SuffixDrafter(HoldingDrafter):
+class SuffixDrafter(HoldingDrafter, SharedDrafter):
     """Copies from the prompt, the output and earlier requests. max_tokens: most tokens of the automaton."""
 
     name = "suffix"
@@ -162,9 +163,13 @@ class SuffixDrafter(HoldingDrafter):
         return max(min(4 * n_ctx, 32768), 2 * n_ctx)
 
     @staticmethod
-    def memory(max_tokens: int, n_ctx: int) -> int:
-        """Most bytes of the automaton, of what was learnt of changed copies, and of the last request."""
-        return BYTES_PER_TOKEN * max_tokens + REALIGNMENT_BYTES + _BYTES_PER_LAST * n_ctx
+    def memory(max_tokens: int, n_ctx: int, n_texts: int = 1) -> int:
+        """Most bytes of the automaton, of what was learnt of changed copies, and of the last request.
+
+        n_texts: that run at once, each of which has those of its own.
+        """
+        n_tokens = max_tokens + (n_texts - 1) * _beside(max_tokens)
+        return BYTES_PER_TOKEN * n_tokens + n_texts * (REALIGNMENT_BYTES + _BYTES_PER_LAST * n_ctx)
 
     def start(self, context: Context) -> None:
         """Add the new part of the prompt."""
@@ -223,6 +228,10 @@ class SuffixDrafter(HoldingDrafter):
         """See Drafter. The text is added when a draft is requested."""
 
     @override
+    def beside(self) -> SuffixDrafter:
+        return SuffixDrafter(_beside(self._max_tokens))
+
+    @override
     def held(self) -> dict[str, int]:
         return {"tables": self.memory(len(self._automaton.text), len(self._last))}
 
@@ -259,6 +268,11 @@ class SuffixDrafter(HoldingDrafter):
         seen, followers = self._automaton.seen, self._automaton.followers(self._automaton.match)
         others = {token: seen[state] for token, state in followers if token >= 0 and token not in drafted}
         return max(others, key=others.__getitem__, default=None)
+
+
+def _beside(max_tokens: int) -> int:
+    """Tokens of the automaton of a text beside others."""
+    return max(LEAST_TOKENS, max_tokens // _BESIDE)
 
 
 def _first_or_later(bucket: int) -> tuple[float, float]:

@@ -42,7 +42,7 @@ def loaded(path: Path, n_threads: int = 2, is_cached: bool = False) -> Iterator[
     with ModelFile.open(path) as file:
         spec = read_spec(file)
         least = backend.expert_sizes(file, spec).least if is_cached else None
-        plan = backend.plan(file, spec, LoadSettings(N_CTX, n_threads=n_threads, expert_cache=least))
+        plan = backend.plan(file, spec, LoadSettings(N_CTX, n_threads=n_threads, expert_cache=least, parallel=2))
         model = backend.load(file, spec, plan, Device(n_threads))
     yield model
     model.close()

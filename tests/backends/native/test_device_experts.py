@@ -28,9 +28,8 @@ Tokens = np.ndarray
 def load(file: ModelFile, n_threads: int = 2, is_cached: bool = False) -> NativeModel:
     backend, spec = NativeBackend(tuned=False), read_spec(file)
     cache = backend.expert_sizes(file, spec).least if is_cached else None
-    plan = backend.plan(
-        file, spec, LoadSettings(128, n_batch=64, n_threads=n_threads, cache_type="f16", expert_cache=cache)
-    )
+    settings = LoadSettings(128, n_batch=64, n_threads=n_threads, expert_cache=cache, parallel=4)
+    plan = backend.plan(file, spec, settings)
     return backend.load(file, spec, plan, Device(n_threads))
 
 

@@ -124,7 +124,7 @@ def test_an_interrupt_is_heard_by_a_text_that_waits_for_the_model(model: NativeM
         except Interrupted:
             ended.append("interrupted")
 
-    sessions = [model.session(), model.session()]
+    sessions = [model.session(N_CTX), model.session(N_CTX)]
     threads = [threading.Thread(target=run, args=(session,)) for session in sessions]
     for thread in threads:
         thread.start()
@@ -185,7 +185,7 @@ def test_a_decoder_refuses_the_state_of_another_model(model: NativeModel) -> Non
     for other, n_ctx in ((config_of(1), 64), (config_of(2, n_ctx=100_000), 100_000)):
         state = _core.SequenceState(other, _core.KvType.f16, n_ctx)
         out = np.empty((1, 291), dtype=np.float32)
-        assert model.decoder().forward_lists(state, [1], None, [], out, [], None, None) is None
+        assert model.decoder().forward_lists([(state, [1], None, [], True, (), None, None)], out) is None
 
 
 def test_a_state_keeps_only_rows_that_were_made(rng: np.random.Generator) -> None:

@@ -1,7 +1,7 @@
 """Rows of several texts in one pass: each text gets the bits that it gets alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -90,12 +90,9 @@ def load(
 ) -> NativeModel:
     file, backend = ModelFile.open(path), NativeBackend(tuned=False)
     spec = read_spec(file)
-    return backend.load(
-        file,
-        spec,
-        backend.plan(file, spec, LoadSettings(N_CTX, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)),
-        Device(n_threads, isa),
-    )
+    settings = LoadSettings(N_CTX, n_batch=n_batch, n_threads=n_threads, cache_type=cache_type)
+    settings = replace(settings, parallel=16, cache_ram="16MiB")
+    return backend.load(file, spec, backend.plan(file, spec, settings), Device(n_threads, isa))
 
 
 @pytest.mark.parametrize("cache_type", get_args(CacheType))

@@ -306,7 +306,7 @@ def test_texts_with_windows_share_passes(gemma: Opener, rng: np.random.Generator
     """Texts of one model, each after another number of segments that were used again."""
     model, whole = gemma().model, gemma.whole()
     texts = [gemma.tokens(rng, n) for n in (5, 130, 400, 900)]
-    sessions = [model.session() for _ in texts]
+    sessions = [model.session(1024) for _ in texts]  # each with memory of its own
     for session, text in zip(sessions, texts, strict=True):
         run_sequence(session, text)
     single, nodes = gemma.tokens(rng, 1), gemma.tokens(rng, len(TREE))

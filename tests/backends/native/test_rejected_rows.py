@@ -32,7 +32,7 @@ def model(path: Path) -> Iterator[NativeModel]:
         model = backend.load(
             file,
             spec,
-            backend.plan(file, spec, LoadSettings(256, n_batch=32, n_threads=2, expert_cache=n_bytes)),
+            backend.plan(file, spec, LoadSettings(256, n_batch=32, n_threads=2, expert_cache=n_bytes, parallel=3)),
             Device(2),
         )
         yield model

@@ -22,6 +22,8 @@ SAME = {
     "hf_file": "--hf-file",
     "n_threads": "--threads",
     "n_ctx": "--ctx-size",
+    "parallel": "--parallel",
+    "cache_ram": "--cache-ram",  # with a unit: theirs are MiB
     "n_batch": "--ubatch-size",  # -b, the logical batch, has no part here
     "cache_type_k": "--cache-type-k",
     "cache_type_v": "--cache-type-v",
@@ -110,7 +112,7 @@ def test_an_old_name_is_no_name_and_is_answered_with_the_new_one() -> None:
                 assert new in every, (old, new)
 
 
-@pytest.mark.parametrize("flag", ["-ngl", "-cnv", "-np", "-tb", "-st"])
+@pytest.mark.parametrize("flag", ["-ngl", "-cnv", "-nkvo", "-tb", "-st"])
 def test_a_flag_of_theirs_that_is_not_here_is_no_value_of_a_shorter_one(flag: str) -> None:
     result = CliRunner().invoke(cli.main, ["chat", "hi", flag, "4"])
     assert result.exit_code == 2 and f"No such option '{flag}'" in result.stderr

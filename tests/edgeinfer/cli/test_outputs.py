@@ -22,6 +22,7 @@ from edgeinfer.cli.options import FileName, MayNameFile, OutputName, long_name
 from edgeinfer.common.errors import InvalidArgument
 
 WRITING = {  # each option that writes, with the rest of its command line; MODEL is a GGUF file, TEXT a text
+    ("batch", "--out"): ["TEXT", "--model", "MODEL"],
     ("profile", "--plot"): ["MODEL"],
     ("bench", "--plot"): ["MODEL"],
     ("bench", "--timeline"): ["MODEL"],

@@ -39,27 +39,31 @@ def test_a_process_is_measured_and_one_that_ended_has_nothing():
     assert resident_bytes(2**22 + 1) == 0
 
 
-# Fills the context twice, so that every table has what it will ever have of such texts.
+# Fills the cache twice, so that every table has what it will ever have of such texts.
 PROGRAM = """
 import json, sys, edgeinfer
-with edgeinfer.load(sys.argv[1], n_ctx=512, n_threads=2, draft=sys.argv[2]) as engine:
+n_texts = int(sys.argv[3])
+with edgeinfer.load(sys.argv[1], n_ctx=512, n_threads=2, draft=sys.argv[2], parallel=n_texts) as engine:
     planned = engine.memory
     for _ in range(2):
-        engine.generate([5 + i % 200 for i in range(480)], max_tokens=32, temperature=0.0)
+        prompts = [[5 + i * text % 200 for i in range(480)] for text in range(1, n_texts + 1)]
+        list(engine.generate_many(prompts, max_tokens=32, temperature=0.0))
     engine.generate("some words", max_tokens=100, seed=1)
     print(json.dumps(engine.memory.as_json()))
 """
 
 
 @pytest.mark.parametrize("draft", ["none", "auto"])
-def test_a_process_takes_what_was_planned_and_no_more(draft: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_texts", [1, 4, 8])
+def test_a_process_takes_what_was_planned_and_no_more(draft: str, n_texts: int, tmp_path: Path) -> None:
     if not peak_bytes():
         pytest.skip("this system does not tell how much memory a process took at most")
     model = write_tiny_model(tmp_path / "model.gguf", n_layers=4, n_ff=1024, n_ctx_train=512)
-    command = [sys.executable, "-c", PROGRAM, str(model), draft]
+    command = [sys.executable, "-c", PROGRAM, str(model), draft, str(n_texts)]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(result.stdout)
-    assert 0.93 * found["peak"] < found["peak_taken"] <= found["peak"]
+    least = 0.93 if n_texts == 1 else 0.9  # beside a model as small as this one, what each text may take weighs much
+    assert least * found["peak"] < found["peak_taken"] <= found["peak"]
     planned = {(item["purpose"], item["detail"]): item["planned"] for item in found["items"]}
     purposes = {"process", "vocabulary", "weights", "KV cache", "activations", "threads", "sampling"}
     assert purposes <= {purpose for purpose, _ in planned} and min(planned.values()) > 0

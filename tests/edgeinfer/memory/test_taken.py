@@ -24,7 +24,7 @@ pytestmark = [
 
 def check(path: Path, folder: Path, **options: Any) -> None:
     """Load and use a model in a process of its own: it takes at most what is planned, and little less."""
-    job = json.dumps({"path": str(path), "options": {"n_threads": 2, **options}})
+    job = json.dumps({"path": str(path), "options": {"n_threads": 2, "parallel": 1, **options}})
     command = [sys.executable, str(GRID), "--child", job]
     environment = {"XDG_CACHE_HOME": str(folder), "PATH": ""}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -226,6 +226,32 @@ def test_the_check_loads_the_model_in_another_process_and_finds_what_was_planned
     assert [of.n_past for of in checked.speeds if of.unit == "tokens/s"] == [40, 56]
 
 
+@pytest.mark.parametrize("more", [{"parallel": 4}, {"parallel": 1, "cache_ram": "256KiB"}])
+def test_the_check_fills_the_cache_of_several_texts(more, tiny):
+    found = edgeinfer.profile(tiny, n_ctx=256, draft="none", check=True, **more)
+    ledger = found.verification.ledger
+    taken = {item.purpose: item.taken for item in ledger.items}
+    one = edgeinfer.profile(tiny, n_ctx=256, draft="none", parallel=1).ledger
+    assert taken["KV cache"] == found.ledger.of("KV cache") > one.of("KV cache")
+    assert ledger.peak_taken <= 1.05 * ledger.peak
+
+
+def test_several_texts_are_planned_and_said(tiny):
+    def kv_cache(*flags):
+        output = run(tiny, "-c", 256, "--drafter", "none", "--json", *flags)
+        assert output.exit_code == 0, output.stderr
+        items = json.loads(output.stdout)["ledger"]["items"]
+        return next(item["planned"] for item in items if item["purpose"] == "KV cache")
+
+    one = kv_cache("-np", 1)
+    assert [kv_cache("-np", n) for n in (4, 8)] == [one * 5 // 2, one * 9 // 2], "two segments, and one for each"
+    assert kv_cache() == kv_cache("-np", 4)
+    assert one < kv_cache("-np", 1, "--cache-ram", "100KiB") <= one + (100 << 10)
+    found = edgeinfer.profile(tiny, fit="1GiB", n_ctx=64, draft="none", parallel=3, cache_ram="1MiB")
+    text = "\n".join(profile_lines(found))
+    assert "n_ctx 64, 3 texts at once" in text and "-np 3 --cache-ram 1048576B" in text
+
+
 def test_the_check_is_not_of_another_machine(tiny):
     output = run(tiny, "--measure", "--bandwidth", "10GB/s")
     assert output.exit_code == 2 and "leave out bandwidth" in output.stderr

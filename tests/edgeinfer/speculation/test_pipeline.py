@@ -7,6 +7,7 @@ from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafte
 from needs_plain_step import NEEDS_PLAIN_STEP
 
 from edgeinfer.speculation import drafter_state, pipeline
+from edgeinfer.speculation.acceptance import AcceptanceTable
 from edgeinfer.speculation.drafter_state import DrafterState
 from edgeinfer.speculation.drafters.lookup import NgramLookup
 from edgeinfer.speculation.payoff import Payoff
@@ -139,7 +140,8 @@ def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, pla
 def test_a_drafter_that_takes_more_time_than_it_saves_is_asked_seldom_until_it_saves_again(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(drafter_state, "perf_counter", lambda: now[0])
-    state, stats = DrafterState(FunctionDrafter(lambda context, limit: DraftTree([], [], [], []))), StatsCounter()
+    drafter = FunctionDrafter(lambda context, limit: DraftTree([], [], [], []))
+    state, stats = DrafterState(drafter, AcceptanceTable()), StatsCounter()
     state.start_request(10.0)  # ms of a pass
     asked = []
     for _ in range(24):

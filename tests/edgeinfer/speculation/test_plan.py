@@ -49,9 +49,12 @@ def test_a_draft_model_that_cannot_be_used_is_left_out_with_the_reason(
         path.write_text("no model")
     else:
         monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
-        budget, expected = opened(model).memory.peak + 1000, f"reduced: no draft model \\({draft_model.name}\\)$"
+        budget, expected = (
+            opened(model, parallel=1).memory.peak + 1000,
+            f"reduced: no draft model \\({draft_model.name}\\)$",
+        )
     with pytest.warns(RuntimeWarning, match=expected):
-        engine = opened(model, draft=str(path), budget=budget)
+        engine = opened(model, draft=str(path), budget=budget, parallel=1)
     assert [drafter.name for drafter in engine.speculator.drafters] == ["suffix", "answers", "recycling"]
     assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})
 
@@ -86,12 +89,13 @@ def test_a_file_of_answers_that_nothing_drafts_from_is_told(opened, model, tmp_p
 @pytest.mark.parametrize("left", [0.5, 0.25, 0.0])
 def test_smaller_draft_tables_draft_within_a_budget_and_give_the_same_text(opened, plain, model, monkeypatch, left):
     monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
-    whole = opened(model, draft=["suffix", "recycling"]).memory
+    whole = opened(model, draft=["suffix", "recycling"], parallel=1).memory
     tables = whole.of("drafters")
     with pytest.warns(
         RuntimeWarning, match="draft tables of .* rather than" if left else "no suffix and recycling drafts"
     ):
-        engine = opened(model, draft=["suffix", "recycling"], budget=whole.peak - round((1 - left) * tables))
+        budget = whole.peak - round((1 - left) * tables)
+        engine = opened(model, draft=["suffix", "recycling"], budget=budget, parallel=1)
     assert engine.memory.of("drafters") <= left * tables
     assert (engine.speculator is None) == (left == 0)
     assert tokens_of(engine, {"temperature": 0.0}) == tokens_of(plain, {"temperature": 0.0})

@@ -29,8 +29,8 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_long_texts_are_those_of_full_caches_without_drafts(draft: str, model: Path, draft_model: Path) -> None:
     drafts = str(draft_model) if draft == "FILE" else draft
     with (
-        edgeinfer.load(model, n_ctx=2048, n_batch=2048, draft="none") as whole,
-        edgeinfer.load(model, n_ctx=2048, n_batch=16, draft=drafts, draft_device="cpu") as engine,
+        edgeinfer.load(model, n_ctx=2048, n_batch=2048, draft="none", parallel=1) as whole,
+        edgeinfer.load(model, n_ctx=2048, n_batch=16, draft=drafts, draft_device="cpu", parallel=1) as engine,
     ):
         for each in (whole, engine):
             each.tokenizer.stop_ids = frozenset()

@@ -32,6 +32,7 @@ def having_answered(drafter, *answers, prompt=PROMPT):
         context = context_of(prompt)
         drafter.start(context)
         context.tokens.extend(answer)
+        context.is_over = True
     return drafter
 
 
@@ -39,6 +40,7 @@ def drafted(drafter, tokens, limit=8):
     """The tree after these tokens, which belong to a new request."""
     context = context_of(tokens)
     drafter.start(context)
+    context.is_over = True
     tree = drafter.propose(context, limit)
     assert checked(tree, 1000, limit) == tree
     return tree
@@ -63,6 +65,7 @@ def test_only_whole_answers_are_kept_and_no_prompts():
     drafter.start(context)
     context.tokens.extend(ANSWER)
     assert len(drafter.propose(context_of([5, *ANSWER[:6]]), 4)) == 0, "the answer is not whole yet"
+    context.is_over = True
     prompt = list(range(200, 230))
     having_answered(drafter, ANSWER, prompt=prompt)
     assert len(drafted(drafter, prompt[:10])) == 0 and len(drafted(drafter, ANSWER[:6])) == 8

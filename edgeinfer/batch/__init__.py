@@ -1,0 +1,1 @@
+"""Batch jobs: requests of a JSON Lines file, answered several at once, in a file that a later run goes on with."""

@@ -1,0 +1,199 @@
+"""Calls of tools that are no JSON: XML as Qwen3-Coder and Qwen3.5 write it, and Python's syntax as LFM2 writes it.
+
+<function=f><parameter=a>1</parameter></function>            [f(a=1, b="x"), g()]
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any, NamedTuple
+
+_MOST_NESTED = 64  # lists and dicts in one another
+
+
+class SpelledCall(NamedTuple):
+    """A call as it is written, with what it says."""
+
+    text: str
+    name: str
+    arguments: dict[str, Any]
+
+
+# ---- XML -------------------------------------------------------------------------------------------------------------
+
+_FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>(.*?)</function>\s*", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+
+
+def xml_calls(text: str) -> list[SpelledCall] | None:
+    """The calls of a text that is nothing but functions with parameters; None for another one.
+
+    Values have no quotes: what is a number, true, false, null, a list or an object in JSON is that, all else a text,
+    without the line ends next to its tags. A text that looks like a number cannot be told from one.
+    """
+    calls, end = [], 0
+    while end < len(text):
+        function = _FUNCTION.match(text, end)
+        arguments = None if function is None else _parameters(function[2])
+        if function is None or arguments is None:
+            return None
+        calls.append(SpelledCall(function[0].strip(), function[1], arguments))
+        end = function.end()
+    return calls or None
+
+
+def _parameters(body: str) -> dict[str, Any] | None:
+    found: dict[str, Any] = {}
+    end = len(body) - len(body.lstrip())
+    while end < len(body):
+        parameter = _PARAMETER.match(body, end)
+        if parameter is None or parameter[1] in found:
+            return None
+        found[parameter[1]] = _xml_value(parameter[2].removeprefix("\n").removesuffix("\n"))
+        end = parameter.end()
+    return found
+
+
+def _xml_value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text if isinstance(value, str) or value != value else value  # NaN is no JSON
+
+
+# ---- Python's syntax -------------------------------------------------------------------------------------------------
+
+_SPACE = re.compile(r"\s*")
+_NAME = re.compile(r"[^\W\d]\w*(?:[.-][^\W\d]\w*)*")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.])")
+_STRING = re.compile(r"'(?:[^'\\\n]|\\.)*'" + r'|"(?:[^"\\\n]|\\.)*"', re.DOTALL)
+_CONSTANTS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
+_MOST_DIGITS = 300
+
+
+class _Mismatch(ValueError):
+    """The text is no list of calls."""
+
+
+def python_calls(text: str) -> list[SpelledCall] | None:
+    """The calls of a text that is a list of calls with named arguments, whose values are literals; None for another."""
+    try:
+        return _PythonReader(text).calls() or None
+    except _Mismatch:
+        return None
+
+
+class _PythonReader:
+    """Reads a list of calls from the left. Python's own parser is not used: a hostile text could end the process."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._depth = 0
+
+    def calls(self) -> list[SpelledCall]:
+        """All of them. Raises _Mismatch."""
+        self._expect("[")
+        found: list[SpelledCall] = []
+        while self._another(bool(found), "]"):
+            found.append(self._call())
+        self._skip(_SPACE)
+        if self._at < len(self._text):
+            raise _Mismatch
+        return found
+
+    def _call(self) -> SpelledCall:
+        self._skip(_SPACE)
+        start, name = self._at, self._take(_NAME)
+        arguments: dict[str, Any] = {}
+        self._expect("(")
+        while self._another(bool(arguments), ")"):
+            key = self._take(_NAME)
+            if key in arguments:
+                raise _Mismatch
+            self._expect("=")
+            arguments[key] = self._value()
+        return SpelledCall(self._text[start : self._at], name, arguments)
+
+    def _value(self) -> Any:
+        self._skip(_SPACE)
+        first = self._text[self._at : self._at + 1]
+        if first in ("[", "{"):
+            self._depth += 1
+            if self._depth > _MOST_NESTED:
+                raise _Mismatch
+            value = self._list() if first == "[" else self._dict()
+            self._depth -= 1
+            return value
+        if first in ("'", '"'):
+            return self._string()
+        if first and first in "+-.0123456789":
+            return self._number()
+        word = self._take(_NAME)
+        if word not in _CONSTANTS:
+            raise _Mismatch
+        return _CONSTANTS[word]
+
+    def _list(self) -> list[Any]:
+        self._expect("[")
+        found: list[Any] = []
+        while self._another(bool(found), "]"):
+            found.append(self._value())
+        return found
+
+    def _dict(self) -> dict[str, Any]:
+        self._expect("{")
+        found: dict[str, Any] = {}
+        while self._another(bool(found), "}"):
+            key = self._string()
+            self._expect(":")
+            found[key] = self._value()
+        return found
+
+    def _string(self) -> str:
+        try:
+            return str(ast.literal_eval(self._take(_STRING)))
+        except (ValueError, SyntaxError):
+            raise _Mismatch from None
+
+    def _number(self) -> int | float:
+        digits = self._take(_NUMBER)
+        if len(digits) > _MOST_DIGITS:
+            raise _Mismatch
+        return int(digits) if digits.lstrip("+-").isdigit() else float(digits)
+
+    def _another(self, is_first_read: bool, closing: str) -> bool:
+        """Whether another element comes before the closing bracket; takes the comma, or the bracket."""
+        if self._accept(closing):
+            return False
+        if is_first_read:
+            self._expect(",")
+            return not self._accept(closing)
+        return True
+
+    # ---- characters --------------------------------------------------------------------------------------------------
+
+    def _skip(self, pattern: re.Pattern[str]) -> None:
+        found = pattern.match(self._text, self._at)
+        self._at = self._at if found is None else found.end()
+
+    def _accept(self, char: str) -> bool:
+        self._skip(_SPACE)
+        is_there = self._text.startswith(char, self._at)
+        self._at += is_there
+        return is_there
+
+    def _expect(self, char: str) -> None:
+        if not self._accept(char):
+            raise _Mismatch
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        self._skip(_SPACE)
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise _Mismatch
+        self._at = found.end()
+        return found[0]

@@ -1,0 +1,80 @@
+"""Random requests of eight threads, on an engine of each kind, give the bytes of serial runs."""
+
+import pytest
+from drafting import FixedCosts
+from random_requests import random_requests, served
+from tiny_models import write_tiny_model
+
+import edgeinfer
+
+pytestmark = pytest.mark.usefixtures("native")
+
+SIZES = {"n_ctx_train": 256}
+# Options of load for what is tested, against an engine that runs one text at a time without drafts.
+KINDS = {
+    "suffix": {"draft": ["suffix"]},
+    "answers": {"draft": ["answers"]},
+    "recycling": {"draft": ["recycling"]},
+    "all drafts": {"draft": "auto", "parallel": 8},
+    "a small pool": {"draft": "auto", "parallel": 8, "n_ctx": 160, "n_batch": 32},
+    "a pool that keeps": {"draft": "none", "cache_ram": "8MiB"},
+    "one place": {"draft": "auto", "parallel": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("models")
+
+
+def compared(path, seed, n, **options):
+    """Run n random requests on an engine with these options and on one without anything; both give the same."""
+    requests = random_requests(n, seed)
+    lone = {name: value for name, value in options.items() if name in ("n_ctx", "backend")}
+    with edgeinfer.load(path, draft="none", parallel=1, **lone) as engine:
+        expected = [request.run(engine) for request in requests]
+    with edgeinfer.load(path, **options) as engine:
+        if engine.speculator is not None:
+            engine.speculator.costs = FixedCosts()
+        found = served(engine, requests, 8)
+        assert not engine.scheduler.texts, "every text has given its place back"
+    for request, before, now in zip(requests, expected, found, strict=True):
+        assert now == before, request
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_threads_get_what_one_request_after_the_other_gets(folder, kind, seed):
+    path = folder / "tiny.gguf"
+    if not path.exists():
+        write_tiny_model(path, **SIZES)
+    compared(path, seed, 50, **KINDS[kind])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_with_windows(folder, seed):
+    path = folder / "windows.gguf"
+    if not path.exists():
+        write_tiny_model(path, "gemma3", metadata={"gemma3.attention.sliding_window": 16}, **SIZES)
+    compared(path, seed, 50, draft="auto", parallel=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_texts_with_experts_that_are_read_from_disk(folder, seed):
+    from tiny_experts import write_tiny_experts
+
+    path = folder / "experts.gguf"
+    if not path.exists():
+        write_tiny_experts(path)
+    compared(path, seed, 50, draft="auto", parallel=4, expert_cache="25%", n_ctx=256)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_same", [True, False])
+def test_texts_with_a_draft_model(folder, is_same, seed):
+    path, draft = folder / "target.gguf", folder / f"draft{is_same}.gguf"
+    if not path.exists():
+        write_tiny_model(path, **SIZES)
+    if not draft.exists():
+        write_tiny_model(draft, seed=0 if is_same else 1, **SIZES)
+    compared(path, seed, 50, draft=[str(draft)], parallel=4)
