@@ -1,6 +1,7 @@
 """A mask is a function of the tokens before it, whatever the matcher was asked about in between."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -149,3 +150,29 @@ def test_masks_of_random_drafts_are_those_of_a_new_matcher(default_model, seed):
         text = rng.choice(list(paths.values()))
         text = [*text, drawn(text)]
     file.close()
+
+
+def test_texts_of_several_threads_share_a_constraint(default_model):
+    """They share what was learnt about the grammar, behind a lock, and masks of forced bytes ask our tokeniser."""
+    with ModelFile.open(default_model) as file:
+        tokenizer = Tokenizer.from_file(file)
+    wanted = wanted_of({"schema": {"type": "object", "properties": {"first name": {"const": "a b c"}, "x": {}}}})
+    constraint = Constraints(tokenizer).read(wanted)
+    answer = tokenizer.encode('{"first name": "a b c", "x": ["one", {"two": 3.5}]}', add_special=False)
+    expected = [constraint.state(wanted, 0).mask_at(answer[:n]) for n in range(len(answer) + 1)]
+    wrong = []
+
+    def follow():
+        for _ in range(10):
+            state = constraint.state(wanted, 0)
+            for n, mask in enumerate(expected):
+                state.kept(answer[:n], answer[n : n + 3], [-1, 0, 1][: len(answer) - n])
+                if state.mask_at(answer[:n]) != mask or state.result(answer[:n], "length")[1] is None:
+                    wrong.append(n)
+
+    threads = [threading.Thread(target=follow, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    assert not any(thread.is_alive() for thread in threads) and set(wrong) <= {len(answer)}
