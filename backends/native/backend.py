@@ -12,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, add_inputs, decoder_config, window_bytes
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, check_recurrences, decoder_config, window_bytes
 from edgeinfer.backends.native.experts.cache import cache_bytes, open_cache
 from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.experts.times import expert_seconds
@@ -105,6 +105,7 @@ class NativeBackend:
         not fit, and for an expert cache of fewer bytes than a pass needs.
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        check_recurrences(spec, model.path)
         check_cache(settings.cache_type, spec)
         settings = settings.with_batch()
         spec = self._spec(model, spec)

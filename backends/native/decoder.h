@@ -108,8 +108,10 @@ public:
     size_t activation_bytes() const { return memory_.size(); }
 
 private:
+    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock>;
+
     struct Layer {
-        std::variant<AttentionBlock> mixer;
+        Mixer mixer;
         std::variant<DenseBlock, ExpertsBlock> ffn;
 
         void run_mixer(const Pass& pass, int thread, const float* attended) const {
@@ -137,6 +139,7 @@ private:
     void add_layer(int index, int& n_with_experts);
     void fill_rope_tables();
     void begin(const Pass& pass);
+    void reserve(const Sequence& sequence);
     bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;

@@ -144,6 +144,12 @@ class NativeSequence(OfOneProcess):
                 f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted after "
                 f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_sequence does)"
             )
+        if not state.can_begin(links, n_pending, len(ids)):
+            most = _core.MOST_ROWS_OF_RECURRENCE
+            raise ShapeError(
+                f"the model has recurrent layers, so a tree must fit into {most} tokens, and of a chain of more that "
+                f"is pending all must stay or none: found {len(links)} tokens, {n_pending} of them pending before"
+            )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
         return SequenceRows(state, ids, links, is_chain, n_pending, requested, taps, given)
 
@@ -245,6 +251,17 @@ class NativeSession(NativeSequence, Session):
             return out
         return self.model.forward([Rows(self, tokens, parents, logits, hidden, n_pending)])[0]
 
+    @override
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit. In a model with recurrent layers, a part of a long chain takes another pass.
+
+        That pass may be interrupted: nothing is committed then, and nothing is pending.
+        """
+        n = len(path) if isinstance(path, (list, tuple, range)) else int(np.asarray(path).size)
+        if not self._open().can_commit(n):
+            self.forward([self._tokens[row] for row in check_path(path, self._parents).tolist()], logits=())
+        super().commit(path)
+
     def checked(self, rows: Rows) -> SequenceRows:
         """Rows of this sequence, checked. Raises ShapeError, ContextOverflow, InvalidArgument."""
         if rows.features is not None:
@@ -271,10 +288,13 @@ class NativeSession(NativeSequence, Session):
         }
         best = max(lengths, key=lengths.__getitem__, default=-1)
         if lengths.get(best, 0) <= state.reach(n_common):
-            return self.truncate(n_common)
-        state.truncate(0)
-        self._sequence = ids[: lengths[best]]
-        return state.resume(best, lengths[best])
+            n_reused = self.truncate(n_common)
+        else:
+            state.truncate(0)
+            self._sequence = ids[: lengths[best]]
+            n_reused = state.resume(best, lengths[best])
+        state.mark()
+        return n_reused
 
     def _park(self) -> None:
         """Park the committed sequence, unless a parked one can be cut to it; forget those that it can be cut to."""

@@ -98,6 +98,8 @@ SequenceRows sequence_rows(const Decoder& decoder, const SequenceArguments& argu
     if (!is_tree(config, span_of(tokens), span_of(parents))) {
         throw nb::value_error("forward: a token or parent is out of range");
     }
+    if (!state->can_begin(parents.data(), n_pending, n))
+        throw nb::value_error("forward: rows that recurrent layers lack");
     float* first_tap = n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr;
     return {state,
             state->n_ctx(),
@@ -172,7 +174,7 @@ std::optional<bool> forward_lists(Decoder& decoder, SequenceState& state, nb::ha
         logits.shape(1) != static_cast<size_t>(config.n_logits) || decoder.has_front() != features.has_value() ||
         (features && (features->shape(0) != ids.size() || features->shape(1) != n_embd)) ||
         (n_taps && (!taps || taps->shape(0) != n_taps || taps->shape(1) != ids.size() || taps->shape(2) != n_embd)) ||
-        !is_tree(config, ids, links)) {
+        !is_tree(config, ids, links) || !state.can_begin(links.data(), n_pending, n)) {
         return std::nullopt;
     }
     for (int i = n - n_rows; i < n; i++) rows.push_back(i);

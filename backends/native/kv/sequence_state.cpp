@@ -5,26 +5,36 @@
 
 namespace {
 
-// Layers that share a state. A window that would hold no less than all of a sequence is none.
+// Layers that share a state.
 struct Alike {
-    KvSizes layer;
+    LayerSizes layer;
     std::vector<int> layers;
 
-    KvShape shape(KvType type) const {
-        return {type, static_cast<int>(layers.size()), layer.n_kv_heads, layer.head_dim};
-    }
+    int n_layers() const { return static_cast<int>(layers.size()); }
+    const KvSizes* kv() const { return std::get_if<KvSizes>(&layer); }
+    KvShape shape(KvType type) const { return {type, n_layers(), kv()->n_kv_heads, kv()->head_dim}; }
     int n_segments(const SequenceSizes& sizes) const {
-        return layer.window ? WindowKv::n_segments(layer.window, sizes.n_batch) : segments_of(sizes.n_ctx);
+        return kv()->window ? WindowKv::n_segments(kv()->window, sizes.n_batch) : segments_of(sizes.n_ctx);
+    }
+    size_t n_bytes(const SequenceSizes& sizes) const {
+        if (!kv()) return RecurrentState::n_bytes(std::get<RecurrentSizes>(layer), n_layers());
+        return shape(sizes.type).segment_bytes() * static_cast<size_t>(n_segments(sizes));
     }
 };
+
+// Its window is none where it would hold no less than all of a sequence.
+LayerSizes kept_of(LayerSizes layer, const SequenceSizes& sizes) {
+    KvSizes* kv = std::get_if<KvSizes>(&layer);
+    if (!kv) return layer;
+    if (kv->window >= sizes.n_ctx) kv->window = 0;  // it sees all
+    if (kv->window && WindowKv::n_segments(kv->window, sizes.n_batch) >= segments_of(sizes.n_ctx)) kv->window = 0;
+    return layer;
+}
 
 std::vector<Alike> alike_of(const SequenceSizes& sizes) {
     std::vector<Alike> found;
     for (int i = 0; i < static_cast<int>(sizes.layers.size()); i++) {
-        KvSizes layer = std::get<KvSizes>(sizes.layers[static_cast<size_t>(i)]);
-        if (layer.window >= sizes.n_ctx) layer.window = 0;  // it sees all
-        if (layer.window && WindowKv::n_segments(layer.window, sizes.n_batch) >= segments_of(sizes.n_ctx))
-            layer.window = 0;
+        const LayerSizes layer = kept_of(sizes.layers[static_cast<size_t>(i)], sizes);
         const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) { return of.layer == layer; });
         if (same == found.end())
             found.push_back({layer, {i}});
@@ -38,24 +48,27 @@ std::vector<Alike> alike_of(const SequenceSizes& sizes) {
 
 size_t SequenceState::n_bytes(const SequenceSizes& sizes) {
     size_t n_bytes = 0;
-    for (const Alike& alike : alike_of(sizes))
-        n_bytes += alike.shape(sizes.type).segment_bytes() * static_cast<size_t>(alike.n_segments(sizes));
+    for (const Alike& alike : alike_of(sizes)) n_bytes += alike.n_bytes(sizes);
     return n_bytes;
 }
 
 SequenceState::SequenceState(const SequenceSizes& sizes) : places_(sizes.layers.size()), sizes_(sizes) {
     for (const Alike& alike : alike_of(sizes)) {
-        const KvShape shape = alike.shape(sizes.type);
-        std::unique_ptr<KvState> state;
-        if (alike.layer.window) {
-            state = std::make_unique<WindowKv>(shape, alike.layer.window, sizes.n_batch);
-            n_unmoved_ = std::min(n_unmoved_, alike.n_segments(sizes) * kSegment);
+        KvState* kv = nullptr;
+        RecurrentState* recurrent = nullptr;
+        if (const KvSizes* layer = alike.kv()) {
+            const KvShape shape = alike.shape(sizes.type);
+            if (layer->window) n_unmoved_ = std::min(n_unmoved_, alike.n_segments(sizes) * kSegment);
+            kv = layer->window ? static_cast<KvState*>(new WindowKv(shape, layer->window, sizes.n_batch))
+                               : new FullKv(shape, sizes.n_ctx);
+            states_.emplace_back(kv);
         } else {
-            state = std::make_unique<FullKv>(shape, sizes.n_ctx);
+            recurrent = new RecurrentState(std::get<RecurrentSizes>(alike.layer), alike.n_layers());
+            states_.emplace_back(recurrent);
+            recurrences_.push_back(recurrent);
         }
         int index = 0;
-        for (const int layer : alike.layers) places_[static_cast<size_t>(layer)] = {state.get(), index++};
-        states_.push_back(std::move(state));
+        for (const int layer : alike.layers) places_[static_cast<size_t>(layer)] = {kv, recurrent, index++};
     }
 }
 
@@ -80,6 +93,24 @@ void SequenceState::reserve(int n_slots) {
     };
     for (const auto& state : states_) state->reserve(n_past_, n_slots, drop_parked);
     n_slots_ = n_slots;
+}
+
+bool SequenceState::can_begin(const int32_t* parents, int n_pending, int n) const {
+    return std::all_of(recurrences_.begin(), recurrences_.end(),
+                       [&](const RecurrentState* state) { return state->can_begin(parents, n_pending, n); });
+}
+
+void SequenceState::begin(const int32_t* parents, int n_pending, int n) {
+    for (RecurrentState* state : recurrences_) state->begin(parents, n_pending, n);
+}
+
+bool SequenceState::can_commit(int n) const {
+    return std::all_of(recurrences_.begin(), recurrences_.end(),
+                       [&](const RecurrentState* state) { return state->can_commit(n); });
+}
+
+void SequenceState::mark() {
+    for (RecurrentState* state : recurrences_) state->mark();
 }
 
 void SequenceState::commit(const int32_t* path, int n) {

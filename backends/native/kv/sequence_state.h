@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kv/kv_state.h"
+#include "kv/recurrent_state.h"
 
 // Keys and values. window: positions that a token sees, its own among them; 0 for all.
 struct KvSizes {
@@ -16,7 +17,7 @@ struct KvSizes {
 };
 
 // What the mixer of a layer keeps of a sequence, by its kind.
-using LayerSizes = std::variant<KvSizes>;
+using LayerSizes = std::variant<KvSizes, RecurrentSizes>;
 
 // n_batch: of a sequence that may be pending at once; see has_room.
 struct SequenceSizes {
@@ -45,13 +46,26 @@ public:
     int n_pending() const { return n_slots_ - n_past_; }
     KvHead head(int layer, int kv_head) const {
         const Place& place = places_[static_cast<size_t>(layer)];
-        return place.state->head(place.index, kv_head);
+        return place.kv->head(place.index, kv_head);
+    }
+    // The state of a recurrent layer, and the number of the layer in it.
+    std::pair<RecurrentState*, int> recurrent(int layer) const {
+        const Place& place = places_[static_cast<size_t>(layer)];
+        return {place.recurrent, place.index};
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
     bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes_.n_batch || n_slots <= n_unmoved_; }
+    // Whether recurrent layers can run n rows after n_pending pending ones: all of a long chain that is pending, or none, a
+    // tree of RecurrentState::kMostRows at most. parents: (n_pending + n,), see begin.
+    bool can_begin(const int32_t* parents, int n_pending, int n) const;
     // Makes these slots this sequence's own. There must be room.
     void reserve(int n_slots);
+    // Rows n_pending .. n_pending + n - 1 of what is pending are about to run, for which there is room; parents: of all, a row
+    // or -1.
+    void begin(const int32_t* parents, int n_pending, int n);
+    // Whether the first n pending rows can be committed: of a long chain in recurrent layers none, or no fewer than it has.
+    bool can_commit(int n) const;
     // Moves these slots after n_past, ascending, to n_past, n_past + 1, ...
     void commit(const int32_t* path, int n);
 
@@ -59,6 +73,9 @@ public:
     int reach(int n_past) const;
     // Forgets what is after the first n_past tokens, or after fewer; gives how many there are then.
     int truncate(int n_past);
+
+    // A request begins: it may come back to here.
+    void mark();
 
     // Remembers the sequence under a number.
     int park();
@@ -71,7 +88,8 @@ public:
 
 private:
     struct Place {
-        KvState* state;
+        KvState* kv;
+        RecurrentState* recurrent;
         int index;  // of the layer among those of the state
     };
     struct Parked {
@@ -81,7 +99,8 @@ private:
     std::vector<Parked>::const_iterator find(int number) const;
 
     std::vector<std::unique_ptr<LayerState>> states_;
-    std::vector<Place> places_;  // by layer
+    std::vector<RecurrentState*> recurrences_;  // of these
+    std::vector<Place> places_;                 // by layer
     SequenceSizes sizes_;
     int n_unmoved_ = INT_MAX;
     int n_past_ = 0, n_slots_ = 0, n_numbers_ = 0;
