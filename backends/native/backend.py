@@ -12,7 +12,14 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, add_inputs, check_recurrences, decoder_config, window_bytes
+from edgeinfer.backends.native.config import (
+    BLOCKS,
+    add_inputs,
+    check_recurrences,
+    decoder_config,
+    recurrent_bytes,
+    window_bytes,
+)
 from edgeinfer.backends.native.experts.cache import cache_bytes, open_cache
 from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.experts.times import expert_seconds
@@ -121,6 +128,7 @@ class NativeBackend:
             config.activation_bytes(_core.FrontConfig(), settings.n_threads),
             experts=self._expert_bytes(model, experts, expert_cache),
             windows=window_bytes(spec, settings),
+            states=recurrent_bytes(spec, settings),
         )
         if expert_cache is None and self._packed_file(model) is not None:
             use = replace(use, mapped=use.weights, mapped_experts=use.experts)

@@ -95,6 +95,13 @@ def window_bytes(spec: ModelSpec, settings: LoadSettings) -> int:
     return windows if windows < others else 0
 
 
+def recurrent_bytes(spec: ModelSpec, settings: LoadSettings) -> int:
+    """Bytes of what recurrent layers keep of a sequence: states, earlier ones, and rows of tokens."""
+    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "recurrent")
+    config = decoder_config(replace(spec, layers=layers), settings.n_ctx, settings.n_batch)
+    return config.kv_bytes(_core.KvType[settings.cache_type], settings.n_ctx) if layers else 0
+
+
 def add_inputs(config: _core.DecoderConfig, matrices: Iterable[tuple[int, int]]) -> None:
     """Make room for what matrices (packed format, n_in) read; without it a decoder refuses them."""
     for packed_as, n_in in set(matrices):

@@ -119,7 +119,8 @@ class NativeSequence(OfOneProcess):
     def memory(self) -> MemoryUse:
         """Bytes that the model and this sequence hold now."""
         use = self._decoder.memory()
-        return replace(use, kv_cache=self._open().used_bytes, windows=self._open().window_bytes)
+        state = self._open()
+        return replace(use, kv_cache=state.used_bytes, windows=state.window_bytes, states=state.recurrent_bytes)
 
     def interrupt(self) -> None:
         """See Session.interrupt. It stops the pass of any sequence of the model."""

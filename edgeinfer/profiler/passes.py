@@ -106,7 +106,9 @@ def expected_passes(
 
 @dataclass(frozen=True)
 class Work:
-    """What one token takes: bytes of weights read, those of experts among them, and multiply-adds of matrices."""
+    """What one token takes: bytes of weights and of states of recurrent layers that are read and written, those of
+    experts among them, and multiply-adds of matrices.
+    """
 
     n_bytes: int
     output_bytes: int
@@ -133,7 +135,7 @@ class Work:
         output_bytes = file.tensors[output].n_bytes if output in file.tensors else 0
         if isinstance(spec, ModelSpec):
             layer_bytes, output_bytes = weight_bytes(file, spec, plan.ternary_bits)
-            n_bytes = layer_bytes + output_bytes
+            n_bytes = layer_bytes + output_bytes + sum(layer.mixer.step_bytes for layer in spec.layers)
             multiply_adds = sum(block.multiply_adds() for _, block in spec.blocks()) + spec.n_logits * spec.n_embd
         return cls(round(n_bytes), output_bytes, round(of_experts), round(multiply_adds), n_experts, n_used)
 

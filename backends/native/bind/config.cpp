@@ -259,5 +259,6 @@ void bind_sequence_state(nb::module_& m) {
         .def("parked", &SequenceState::parked, "Numbers of the parked sequences.")
         .def_prop_ro("n_past", &SequenceState::n_past)
         .def_prop_ro("used_bytes", &SequenceState::used_bytes)
-        .def_prop_ro("window_bytes", &SequenceState::window_bytes);
+        .def_prop_ro("window_bytes", &SequenceState::window_bytes)
+        .def_prop_ro("recurrent_bytes", &SequenceState::recurrent_bytes);
 }

@@ -86,6 +86,12 @@ size_t SequenceState::window_bytes() const {
     return n_bytes;
 }
 
+size_t SequenceState::recurrent_bytes() const {
+    size_t n_bytes = 0;
+    for (const RecurrentState* state : recurrences_) n_bytes += state->used_bytes();
+    return n_bytes;
+}
+
 void SequenceState::reserve(int n_slots) {
     const LayerState::DropParked drop_parked = [this] {
         if (parked_.empty()) throw std::length_error("more tokens are pending than there is room for");

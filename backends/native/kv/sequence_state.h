@@ -37,7 +37,8 @@ public:
     // What is held when all of it is full.
     static size_t n_bytes(const SequenceSizes& sizes);
     size_t used_bytes() const;
-    size_t window_bytes() const;  // of used_bytes, those of layers with a window
+    size_t window_bytes() const;     // of used_bytes, those of layers with a window
+    size_t recurrent_bytes() const;  // those of recurrent layers
 
     int n_past() const { return n_past_; }
     int n_ctx() const { return sizes_.n_ctx; }
