@@ -58,10 +58,11 @@ class SharedPool:
             self.core.forget(number)
         self._parked.clear()
 
-    def share_prefix(self, session: Held, tokens: Sequence[int], more_than: int) -> int:
+    def share_prefix(self, session: Held, tokens: Sequence[int], more_than: int) -> int | None:
         """Make the longest beginning of tokens that a parked sequence or another session holds the committed sequence.
 
-        Gives its length, or 0 where there is none of more than `more_than` tokens; the session is as before then.
+        Gives its length, or None where there is none of more than `more_than` tokens; the session is as before then.
+        A session that another thread runs meanwhile may leave less of it.
         """
         assert session.held is not None
         state, best, take = session.held[0], more_than, None
@@ -71,9 +72,9 @@ class SharedPool:
         for other in list(self._sessions):
             if other is session or (held := other.held) is None or len(held[1]) <= best:
                 continue
-            if (n := held[0].reach(common_length(held[1], tokens))) > best:
+            if (n := held[0].shared_reach(common_length(held[1], tokens))) > best:
                 best, take = n, partial(state.share, held[0])
-        return 0 if take is None else take(best)
+        return None if take is None else take(best)
 
     def _held(self) -> dict[int, list[int]]:
         """The parked sequences that the pool has not dropped."""
