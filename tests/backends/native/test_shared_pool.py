@@ -14,13 +14,16 @@ import pytest
 from exactness import branch_to, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted_every
 from tiny_heads import write_tiny_head
+from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.backends.base import PooledModel, Rows, run_sequence
 from edgeinfer.backends.checks import common_length
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, load_head, plan_head
-from edgeinfer.common.errors import CacheFull, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import CacheFull, EdgeInferError, Interrupted, InvalidArgument
+from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
@@ -40,6 +43,15 @@ def load(path: Path, n_ctx: int = 1024, n_batch: int = 32, **settings: Any) -> N
     )
 
 
+def write_hybrid(folder: Path, kind: str) -> Path:
+    """kind: an architecture, or "states" for recurrent layers alone."""
+    path = folder / "m.gguf"
+    if kind == "states":
+        return write_tiny_hybrid(path, "qwen35", "Q8_0", kinds=["recurrent"] * 2, n_ctx_train=2048)
+    architecture: HybridArchitecture = "lfm2" if kind == "lfm2" else "qwen35"
+    return write_tiny_hybrid(path, architecture, "Q8_0", n_ctx_train=2048)
+
+
 def planned(path: Path, n_ctx: int = 1024, n_batch: int = 32, **settings: Any) -> tuple[int, int]:
     """(bytes of the KV cache, positions that all texts share)."""
     with ModelFile.open(path) as file:
@@ -55,6 +67,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "m.gguf", "gemma2", "Q8_0", head_dim=32)
+
+
+@pytest.fixture(scope="module", params=["qwen35", "lfm2", "states"])
+def hybrid(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 def some(rng: np.random.Generator, n: int) -> list[int]:
@@ -88,11 +105,12 @@ class Walk:
     sessions: list[NativeSession] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     known: list[list[int]] = field(default_factory=lambda: [[]])
+    n_sessions: int = 8
     n_full: int = 0
     n_shared: int = 0
 
     def __post_init__(self) -> None:
-        for _ in range(8):
+        for _ in range(self.n_sessions):
             self.sessions.append(self.model.session())
             self.texts.append([])
 
@@ -163,9 +181,12 @@ class Walk:
         self.sessions[i].close()
         self.sessions[i], self.texts[i] = self.model.session(), []
 
-    def step(self) -> None:
+    def kinds(self) -> list[Callable[[int], None]]:
         kinds: list[Callable[[int], None]] = [self.read, self.read, self.verify, self.verify_some, self.truncate]
-        kinds += [self.reuse, self.reuse, self.park, self.close]
+        return [*kinds, self.reuse, self.reuse, self.park, self.close]
+
+    def step(self) -> None:
+        kinds = self.kinds()
         i = self.below(len(self.sessions))
         try:
             kinds[self.below(len(kinds))](i)
@@ -184,6 +205,37 @@ class Walk:
             return
         found = self.sessions[i].forward(last, logits="all").logits
         assert same_bits(found, after(self.lone, self.texts[i], last))
+
+
+class HybridWalk(Walk):
+    """Of a model with recurrent layers: a text can be cut to some lengths, and a pass that is stopped may be half done."""
+
+    n_stopped = 0
+    n_between: int = 0  # cuts to other lengths than were asked for
+
+    @override
+    def truncate(self, i: int) -> None:
+        n = max(0, len(self.texts[i]) - self.below(400 if self.below(4) == 0 else 40))
+        reached = self.sessions[i].truncate(n)
+        assert reached <= n
+        self.n_between += 0 < reached < n
+        del self.texts[i][reached:]
+
+    def stop(self, i: int) -> None:
+        """Until it happened once, or not at all: these models are fast."""
+        n = min(64, self.model.n_ctx - len(self.texts[i]))
+        for _ in range(8 if n else 0):
+            try:
+                with interrupted_every(0.0001, self.sessions[i]):
+                    self.sessions[i].forward(some(self.rng, 1 + self.below(n)))
+            except Interrupted:
+                self.n_stopped += 1
+                break
+        self.sessions[i].commit([])
+
+    @override
+    def kinds(self) -> list[Callable[[int], None]]:
+        return [*super().kinds(), self.truncate, self.stop, self.stop]
 
 
 @pytest.mark.parametrize("cache_type", get_args(CacheType))
@@ -205,6 +257,27 @@ def test_whatever_is_done_each_text_has_its_bits(
     use = walks[0].sessions[0].memory()
     assert use.kv_cache <= planned(path, n_ctx, parallel=parallel, cache_type=cache_type)[0]
     assert (use.windows > 0) == (architecture != "llama")
+
+
+@pytest.mark.parametrize(
+    "kind, parallel, n_sessions, is_full",
+    [("qwen35", 1, 6, True), ("qwen35", 4, 8, True), ("lfm2", 2, 8, True), ("states", 1, 20, True), ("states", 6, 6, False)],
+)
+def test_whatever_is_done_each_text_of_a_hybrid_has_its_bits(
+    kind: str, parallel: int, n_sessions: int, is_full: bool, tmp_path: Path
+) -> None:
+    path = write_hybrid(tmp_path, kind)
+    model, lone = load(path, 640, 64, parallel=parallel), load(path, 640, 640)
+    walks = [HybridWalk(model, lone, np.random.default_rng(seed), n_sessions=n_sessions) for seed in range(4)]
+    for walk in walks:
+        for _ in range(200):
+            walk.step()
+        for session in walk.sessions:
+            session.park()
+    assert (sum(walk.n_full for walk in walks) > 3) == is_full
+    assert sum(walk.n_shared for walk in walks) > 5
+    assert sum(walk.n_between for walk in walks) > 3 and sum(walk.n_stopped for walk in walks) > 0
+    assert walks[0].sessions[0].memory().kv_cache <= planned(path, 640, 64, parallel=parallel)[0]
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))
