@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -34,10 +35,12 @@ class SharedPool:
         self.n_sequences = n_sequences
         self._parked: dict[int, list[int]] = {}
         self._sessions: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._lock = threading.Lock()  # sessions may come and go in other threads
 
     def state(self, session: Held) -> _core.SequenceState:
         """The state of a new sequence, whose session others find their beginnings in."""
-        self._sessions.add(session)
+        with self._lock:
+            self._sessions.add(session)
         return _core.SequenceState(self.core)
 
     def park(self, state: _core.SequenceState, tokens: Sequence[int]) -> None:
@@ -69,7 +72,9 @@ class SharedPool:
         for number, parked in self._held().items():
             if len(parked) > best and (n := state.reach_parked(number, common_length(parked, tokens))) > best:
                 best, take = n, partial(state.resume, number)
-        for other in list(self._sessions):
+        with self._lock:
+            sessions = list(self._sessions)
+        for other in sessions:
             if other is session or (held := other.held) is None or len(held[1]) <= best:
                 continue
             if (n := held[0].shared_reach(common_length(held[1], tokens))) > best:

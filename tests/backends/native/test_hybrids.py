@@ -33,9 +33,7 @@ class Opener:
         self.spec = read_spec(self.file)
         self.cache_type = cache_type
 
-    def model(
-        self, n_threads: int = 1, isa: str | None = None, n_batch: int = N_BATCH, **settings: Any
-    ) -> NativeModel:
+    def model(self, n_threads: int = 1, isa: str | None = None, n_batch: int = N_BATCH, **settings: Any) -> NativeModel:
         backend = NativeBackend(tuned=False)
         settings |= {"n_threads": n_threads, "cache_type": self.cache_type}
         plan = backend.plan(self.file, self.spec, LoadSettings(N_CTX, n_batch=n_batch, **settings))
