@@ -1,6 +1,7 @@
 #include "kv/recurrent_state.h"
 
 #include <stdexcept>
+#include <utility>
 
 namespace {
 
@@ -234,8 +235,7 @@ void RecurrentState::begin(const int32_t* parents, int n_pending, int n) {
             target_ = table_.empty() || is_base_kept() ? take_spare() : table_.base_slot();
         add_steps();
     } else {
-        plan_.rows = nodes_;
-        give_back_rows(nodes_);
+        plan_.rows = folded_ = std::exchange(nodes_, {});
         if (tip_ < 0) tip_ = take_spare();
         take_snapshot(n_pending, n);
         n_tip_ = n_pending + n;
@@ -246,6 +246,7 @@ void RecurrentState::begin(const int32_t* parents, int n_pending, int n) {
 // Other sequences ask what is there while no pass runs after this one, or while one does: they do not see its parts.
 void RecurrentState::end() {
     is_running_ = false;
+    give_back_rows(folded_);
     settle();
     if (std::find(done_.begin(), done_.end(), 1) == done_.end()) drop_target();
     give_back_spares();

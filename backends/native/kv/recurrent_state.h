@@ -208,7 +208,8 @@ private:
     int marked_ = kNone;                    // a position whose state is to be kept
     std::vector<int> spares_, spare_rows_;  // for the next pass
     int tip_ = kNone, n_tip_ = 0;
-    std::vector<int> nodes_;  // rows of the pending tokens after the tip
+    std::vector<int> nodes_;   // rows of the pending tokens after the tip
+    std::vector<int> folded_;  // those that a chain takes into its tip, as long as the pass runs
     int snapshot_ = kNone, snapshot_position_ = 0;
     int source_ = kNone, target_ = kNone;  // of the pass, for the committed rows; the target may be the source
     std::vector<uint8_t> done_;            // parts of layers that are in the target

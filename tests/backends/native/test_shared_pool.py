@@ -221,6 +221,18 @@ class HybridWalk(Walk):
         self.n_between += 0 < reached < n
         del self.texts[i][reached:]
 
+    def read_together(self, i: int) -> None:
+        """Chains that are cut where passes are full, so that parts of them are pending before the rest."""
+        others = [other for other in range(len(self.sessions)) if other != i and self.below(2)][:4]
+        chosen = [one for one in (i, *others) if len(self.texts[one]) + 100 <= self.model.n_ctx]
+        chains = [some(self.rng, 1 + self.below(100)) for _ in chosen]
+        if chosen:
+            self.model.forward([Rows(self.sessions[one], chain) for one, chain in zip(chosen, chains, strict=True)])
+        for one, chain in zip(chosen, chains, strict=True):
+            kept = len(chain) if self.below(3) else self.below(len(chain))
+            self.sessions[one].commit(range(kept))
+            self.texts[one] += chain[:kept]
+
     def stop(self, i: int) -> None:
         """Until it happened once, or not at all: these models are fast."""
         n = min(64, self.model.n_ctx - len(self.texts[i]))
@@ -235,7 +247,7 @@ class HybridWalk(Walk):
 
     @override
     def kinds(self) -> list[Callable[[int], None]]:
-        return [*super().kinds(), self.truncate, self.stop, self.stop]
+        return [*super().kinds(), self.truncate, self.stop, self.stop, self.read_together]
 
 
 @pytest.mark.parametrize("cache_type", get_args(CacheType))
