@@ -755,28 +755,29 @@ def test_sessions_may_go_while_a_pass_runs(llama: Path, rng: np.random.Generator
 def test_a_hybrid_s_text_is_shared_while_a_pass_writes_to_its_state(hybrid: Path, rng: np.random.Generator) -> None:
     """Then an earlier state is what others find."""
     model, lone = load(hybrid, 512, 256, parallel=4), load(hybrid, 512, 512)
-    text, ended, found, reached = some(rng, 400), threading.Event(), [], []
+    text, ended, found = some(rng, 400), threading.Event(), []
     first = model.session()
     run_sequence(first, text[:250])
 
     def fork() -> None:
         while not ended.is_set():
             session = model.session()
-            reached.append(session.reuse_prefix(text))
-            found.append(same_bits(session.forward([5]).logits, after(lone, text[: reached[-1]], [5])))
+            found.append((session.reuse_prefix(text), session.forward([5]).logits.copy()))
             session.close()
 
     thread = threading.Thread(target=fork)
     thread.start()
     try:
         for at in range(250, 370):
-            first.forward([text[at]])
+            first.forward(text[at : at + 30])
             first.commit([0])
     finally:
         ended.set()
         thread.join()
-    assert found and all(found) and set(reached) <= {218, *range(250, 371)}
-    assert same_bits(first.forward([5]).logits, after(lone, text[:370], [5]))
+    expected = {n: after(lone, text[:n], [5]) for n in {reached for reached, _ in found} | {370}}
+    assert found and all(same_bits(logits, expected[reached]) for reached, logits in found)
+    assert set(expected) <= {218, *range(249, 371)}
+    assert same_bits(first.forward([5]).logits, expected[370])
 
 
 def test_a_state_that_a_stopped_pass_left_half_done_is_nobody_else_s(hybrid: Path, rng: np.random.Generator) -> None:
