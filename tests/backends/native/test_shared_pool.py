@@ -782,7 +782,9 @@ def test_a_hybrid_s_text_is_shared_while_a_pass_writes_to_its_state(hybrid: Path
 
 def test_a_state_that_a_stopped_pass_left_half_done_is_nobody_else_s(hybrid: Path, rng: np.random.Generator) -> None:
     model, n_torn = load(hybrid, 512, 256, parallel=3), 0
-    for _ in range(100):
+    for _ in range(3000):  # passes are short, and few are stopped within one of these layers
+        if n_torn > 2:
+            break
         first, second, text = model.session(), model.session(), some(rng, 100)
         run_sequence(first, text)
         for token in text[:5]:
@@ -803,7 +805,7 @@ def test_a_state_that_a_stopped_pass_left_half_done_is_nobody_else_s(hybrid: Pat
             assert same_bits(first.forward([5]).logits, after(model, [*text, *more][:n], [5]))
         first.close()
         second.close()
-    assert n_torn
+    assert n_torn > 2
 
 
 def test_heads_have_memory_of_their_own(llama: Path, tmp_path: Path, rng: np.random.Generator) -> None:
