@@ -38,8 +38,8 @@ class Session(Protocol):
     """The state of one sequence: its KV cache, and rows of the last forward. Not thread-safe: one call at a time."""
 
     n_ctx: int  # positions that the sequence may have
-    # most tokens of a tree, and most uncommitted tokens where the model has windows; `run_sequence` runs longer
-    # sequences
+    # most tokens of a tree, which may have no more than 32 either where the model has recurrent layers, and most
+    # uncommitted tokens where it has windows; `run_sequence` runs longer sequences
     n_batch: int
     model: Model  # whose sequence this is
 
@@ -82,9 +82,14 @@ class Session(Protocol):
         """Drop committed tokens from position n_past on, and everything uncommitted; returns the length that is left.
 
         It may be less than n_past if a layer no longer holds what it needs there, such as an older window; run the rest
-        again. Always reachable are 0, and every n_past that is at most 128 below the largest length since the sequence
-        was last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That is enough for draft trees
-        and ends of answers. Raises ShapeError if n_past is not in 0..self.n_past.
+        again. Always reachable are 0, and, but for recurrent layers, every n_past that is at most 128 below the largest
+        length since the sequence was last empty; earlier prompts count too if `reuse_prefix` kept a part of them. That
+        is enough for draft trees and ends of answers.
+
+        A recurrence has its state at few lengths: now, after each of the tokens of the last commit, if these were 32 at
+        most, and at some checkpoints. The native engine keeps one where `reuse_prefix` found the text, and one 32
+        tokens before the end of each longer forward, and drops some again, the older ones sooner. The reference reaches
+        every length. Raises ShapeError if n_past is not in 0..self.n_past.
         """
         ...
 

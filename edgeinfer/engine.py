@@ -426,7 +426,8 @@ class Engine(OfOneProcess):
         """What was planned and what is taken now, by purpose, for this process as a whole."""
         use = self.session.memory()
         held = {"weights": use.weights - use.mapped, "mapped weights": use.mapped, "activations": use.activations}
-        held |= {"KV cache": use.kv_cache - use.windows, "window": use.windows, "expert device": use.expert_device}
+        held |= {"KV cache": use.kv_cache - use.windows - use.states, "window": use.windows}
+        held |= {"recurrent state": use.states, "expert device": use.expert_device}
         held |= {"experts": use.experts - use.mapped_experts, "experts (mapped)": use.mapped_experts}
         if self.speculator is not None:
             held |= {f"drafters ({part})": n_bytes for part, n_bytes in self.speculator.held().items()}

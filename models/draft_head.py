@@ -28,6 +28,7 @@ from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file,
 ARCHITECTURE, EAGLE3 = HEADS = "draft-head", "eagle3"  # values of general.architecture
 KINDS = ("dgf",)  # dynamic gating fusion
 EAGLE3_VOCAB = "d2t"
+_LAST_NORMS = ("output_norm.weight", "token_embd_norm.weight")  # the second is LFM2's
 TARGET_LAYERS, MATCHES, OUTPUT_TYPE = "target_layers", "matches", "output_type"
 OUTPUT_TYPES = (GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0)  # that rows of a target are rewritten in
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
@@ -189,15 +190,16 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
     """Tells models apart by vocabulary and fine-tune: a SHA-256 in hex.
 
     Of the tokens in UTF-8, joined by zero bytes, and after them, unless they alone are needed, the bytes of
-    output_norm.weight, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
+    the last norm, which quantisation leaves as they are. Raises UnsupportedModel for a file without either.
     """
     tokens = file.metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, (Array, list)) or "output_norm.weight" not in file.tensors:
+    norm = next((name for name in _LAST_NORMS if name in file.tensors), None)
+    if not isinstance(tokens, (Array, list)) or norm is None:
         raise UnsupportedModel(f"{file.path}: no vocabulary or no output_norm.weight: no whole language model")
     joined = tokens.joined_by("\0") if isinstance(tokens, Strings) else "\0".join(map(str, tokens)).encode()
     digest = hashlib.sha256(joined)
     if not by_tokens:
-        digest.update(file.data("output_norm.weight").tobytes())
+        digest.update(file.data(norm).tobytes())
     return digest.hexdigest()
 
 

@@ -178,6 +178,11 @@ class Mixer(Block):
     def n_seen_in_prompt(self, n_tokens: int) -> float:
         """The same for all tokens of a prompt together."""
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the state that each token reads and writes, beside the positions of n_seen."""
+        return 0
+
     def refused_cache(self, cache_type: CacheType) -> str | None:
         """What keeps the state from being of this type: what it needs, what was found, what to do. None: nothing."""
         return None
@@ -352,6 +357,11 @@ class Recurrence(Mixer):
     @override
     def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
         return 4 * (self.n_state + (self.n_conv - 1) * self.n_channels)
+
+    @property
+    @override
+    def step_bytes(self) -> int:
+        return 2 * self.state_bytes(1, "f16")
 
     @property
     def node_bytes(self) -> int:

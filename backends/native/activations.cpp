@@ -31,14 +31,24 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense() ? l.dense()->n_ff : 0; }))),
       ld_scores(padded(c.n_ctx) + 16),
       ld_value(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; }))),
-      ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)) {
+      ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)),
+      ld_u(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_channels(); })),
+                    padded(c.most_of_short_convs([](const ShortConvConfig& s) { return 3 * s.n_channels; })))),
+      ld_z(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_v(); })),
+                    padded(c.most_of_short_convs([](const ShortConvConfig& s) { return s.n_channels; })))),
+      ld_steps(2 * padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; }))),
+      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
     inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), c.inputs);
     for (int i = 0; i < n_threads; i++) take_own(c, std::max({ld_embd, ld_q, ld_ff, ld_joined}), cutter);
     if (c.has_experts()) experts.take(c, n_threads, cutter);
-    cutter.share([&] { take_attention(c, cutter); }, [&] { take_feed_forward(c, cutter); });
+    zeros = cutter.take<float>(ld_u);
+    const auto take_mixer = [&] {
+        cutter.share([&] { take_attention(c, cutter); }, [&] { take_recurrence(c, cutter); });
+    };
+    cutter.share(take_mixer, [&] { take_feed_forward(c, cutter); });
 }
 
 void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
@@ -67,6 +77,18 @@ void Activations::take_attention(const DecoderConfig& c, Cutter& cutter) {
     k = cutter.take<float>(n * ld_kv);
     v = cutter.take<float>(n * ld_kv);
     attn = cutter.take<float>(n * ld_q);
+    const bool is_gated = c.most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.gated); }) > 0;
+    gated_q = cutter.take<float>(is_gated ? 2 * n * ld_q : 0);
+}
+
+void Activations::take_recurrence(const DecoderConfig& c, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch);
+    u = cutter.take<float>(n * ld_u);
+    mixed = cutter.take<float>(ld_steps ? n * ld_u : 0);
+    z = cutter.take<float>(n * ld_z);
+    raw_steps = cutter.take<float>(n * ld_steps);
+    steps = cutter.take<float>(n * ld_steps);
+    kq = cutter.take<float>(n * ld_kq);
 }
 
 void Activations::take_feed_forward(const DecoderConfig& c, Cutter& cutter) {
@@ -99,6 +121,8 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
         take_inputs(cutter, kTaskRows, {.by32 = static_cast<int>(ld_value), .by_token = static_cast<int>(ld_value)}));
     offsets.push_back(cutter.take<float>(kTaskRows * (ld_value + 16)));
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
+    const int head_dim = c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.head_dim; });
+    own_blocks.push_back(cutter.take<float>(static_cast<size_t>((1 + RecurrentState::kMostBlocks) * 32 * head_dim)));
 }
 
 void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {

@@ -83,7 +83,7 @@ struct ExpertRows {
 };
 
 // Rows of n_batch tokens, each padded to 16 floats. Layers of different sizes share them: rows are as long as those of the
-// largest. What attention computes lies where the feed-forward network has its rows, since neither reads the other's: what
+// largest. What a mixer computes lies where the feed-forward network has its rows, since neither reads the other's: what
 // pads a row there is cleared by those who read it. Zeros pad x and h, and nothing overwrites them.
 struct Activations {
     Activations(const DecoderConfig& config, FrontKind front, int n_threads, Cutter& cutter);
@@ -97,6 +97,11 @@ struct Activations {
     size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
     float *x, *h, *q, *k, *v, *attn, *gate;
     float* up;  // of kTokensTogether tokens; each task has its own of the n_ff
+    // Of recurrent layers: what goes into their convolutions, and q, k, v after it; gates; raw b and a, and betas and decays,
+    // each in halves of a row; k q. zeros: a row of them.
+    size_t ld_u, ld_z, ld_steps, ld_kq;
+    float *u, *mixed, *z, *raw_steps, *steps, *kq, *zeros;
+    float* gated_q;                                       // (n_batch, 2 ld_q), queries and gates of attention
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
     struct Angles {
         size_t n_pairs;
@@ -118,12 +123,14 @@ struct Activations {
     std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0 and K6V4
     std::vector<float*> offsets;                        // (kTaskRows, ld_value + 16), for keys of K6V4
     std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
+    std::vector<float*> own_blocks;                     // blocks of the states of delta nets
     ExpertRows experts;
 
 private:
     void take_rows(const DecoderConfig& config, Cutter& cutter);
     void take_turns(const DecoderConfig& config, Cutter& cutter);
     void take_attention(const DecoderConfig& config, Cutter& cutter);
+    void take_recurrence(const DecoderConfig& config, Cutter& cutter);
     void take_feed_forward(const DecoderConfig& config, Cutter& cutter);
     void take_front(const DecoderConfig& config, Cutter& cutter);
     void take_own(const DecoderConfig& config, size_t most_in, Cutter& cutter);

@@ -8,7 +8,7 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       index_(index),
       is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
       query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),
-      q_(weights.matrix(name + ".q", config_.n_q(), config_.n_in)),
+      q_(weights.matrix(name + ".q", config_.n_q_rows(), config_.n_in)),
       k_(weights.matrix(name + ".k", config_.n_kv(), config_.n_in)),
       v_(weights.matrix(name + ".v", config_.n_kv(), config_.n_in)),
       output_(weights.matrix(name + ".output", config.n_embd, config_.n_q())),
@@ -17,7 +17,7 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       sub_norm_(weights.vector(name + ".sub_norm", config_.n_q())),
       q_norm_(nullptr),
       k_norm_(nullptr),
-      q_bias_(weights.vector(name + ".q_bias", config_.n_q())),
+      q_bias_(weights.vector(name + ".q_bias", config_.n_q_rows())),
       k_bias_(config_.key_bias ? weights.required_vector(name + ".k_bias", config_.n_kv())
                                : weights.vector(name + ".k_bias", config_.n_kv())),
       v_bias_(weights.vector(name + ".v_bias", config_.n_kv())),
@@ -50,6 +50,7 @@ void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inp
         add_bias(m, bias, n, first, last, y, ldy);
     };
     pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
+        if (task < q.count() && config_.gated) return project(q_, q_bias_, q, task, b.gated_q, 2 * b.ld_q);
         if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
         task -= q.count();
         if (task < k.count()) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
@@ -121,6 +122,10 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
         const size_t token = static_cast<size_t>(c);
         float* q = b.q + token * b.ld_q + kv_head * of_group * dim;
         float* k = b.k + token * b.ld_kv + kv_head * dim;
+        for (int i = 0; config_.gated && i < of_group; i++) {
+            const float* both = gated_query(pass, c, kv_head * of_group + i);
+            std::copy(both, both + dim, q + i * dim);
+        }
         if (config_.qk_norm == QKNorm::PerHead) {
             norm_heads(pass, thread, q_norm_, q, of_group);
             norm_heads(pass, thread, k_norm_, k, 1);
@@ -204,7 +209,26 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         }
         pass.kernels.attention(a);
         for (int r = 0; a.kv.type == KvType::K6V4 && r < a.n_rows; r++) hadamard_back(a.rows[r].out, config_.head_dim);
+        for (int c = first_token, r = 0; config_.gated && c < last_token; c++) {
+            for (int head = first_head; head < last_head; head++) gate(pass, thread, c, head, a.rows[r++].out);
+        }
     });
+}
+
+// The query of a head of token c, with its gate after it.
+const float* AttentionBlock::gated_query(const Pass& pass, int c, int head) const {
+    return pass.b.gated_q + static_cast<size_t>(c) * 2 * pass.b.ld_q + static_cast<size_t>(2 * head * config_.head_dim);
+}
+
+// What a head gives, times sigmoid(gate).
+void AttentionBlock::gate(const Pass& pass, int thread, int c, int head, float* out) const {
+    const int dim = config_.head_dim;
+    const float* both = gated_query(pass, c, head);
+    float* share = pass.b.own_head[static_cast<size_t>(thread)];
+    std::copy(both + dim, both + 2 * dim, share);
+    clear_padding(share, dim);
+    pass.kernels.sigmoid(share, static_cast<int>(padded(dim)));
+    for (int d = 0; d < dim; d++) out[d] *= share[d];
 }
 
 // Head `head` of token c, as row r of a task.

@@ -12,7 +12,7 @@ from typing import Literal
 from edgeinfer.backends.base import Progress
 from edgeinfer.backends.checks import check_cache
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, add_inputs, cache_sizes, decoder_config
+from edgeinfer.backends.native.config import BLOCKS, add_inputs, cache_sizes, check_recurrences, decoder_config
 from edgeinfer.backends.native.experts.cache import cache_bytes, open_cache
 from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts, write_records
 from edgeinfer.backends.native.experts.times import expert_seconds
@@ -105,6 +105,7 @@ class NativeBackend:
         not fit, and for an expert cache of fewer bytes than a pass needs.
         """
         check_blocks(spec.blocks(), BLOCKS, self.name, model.path)
+        check_recurrences(spec, model.path)
         check_cache(settings.cache_type, spec)
         settings = settings.with_batch()
         spec = self._spec(model, spec)
@@ -120,6 +121,7 @@ class NativeBackend:
             config.activation_bytes(_core.FrontConfig(), settings.n_threads),
             experts=self._expert_bytes(model, experts, expert_cache),
             windows=cache.windows,
+            states=cache.states,
         )
         if expert_cache is None and self._packed_file(model) is not None:
             use = replace(use, mapped=use.weights, mapped_experts=use.experts)

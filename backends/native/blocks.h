@@ -32,6 +32,8 @@ private:
     void quantize_turned_query(const Pass& pass, int thread, int kv_head, int r, AttentionRow& a) const;
     void set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const;
     RopeTables rope_tables_of(const Pass& pass) const;
+    const float* gated_query(const Pass& pass, int c, int head) const;
+    void gate(const Pass& pass, int thread, int c, int head, float* out) const;
 
     AttentionConfig config_;
     int index_;
@@ -41,6 +43,54 @@ private:
     // Null where the model has none.
     const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
     const float *q_bias_, *k_bias_, *v_bias_, *output_bias_, *sinks_;
+};
+
+// A gated delta net with its norm, convolution and projection.
+class DeltaNetBlock {
+public:
+    DeltaNetBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: null; a recurrence reads the residual stream.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const;
+
+private:
+    struct Rows;     // of one sequence in a pass
+    struct Columns;  // of a state that are worked on together
+
+    void project(const Pass& pass, int thread, const Inputs& inputs) const;
+    void mix(const Pass& pass, int thread) const;
+    void convolve(const Pass& pass, const Rows& rows, int c, int first, int n, float* kept) const;
+    void set_steps(const Pass& pass, int c, const Rows& rows) const;
+    void recur(const Pass& pass, int thread) const;
+    void run_head(const Pass& pass, int thread, const Rows& rows, int head) const;
+    void run_tree(Columns& columns, const float* state, float* scratch) const;
+    void run_chain(Columns& columns, const float* from, float* to, float* snapshot) const;
+    void gate_head(const Pass& pass, int c, int head) const;
+
+    DeltaNetConfig config_;
+    int index_;
+    Matrix qkv_, gate_, output_;
+    Matrix beta_, alpha_;  // beta is both where they are one matrix
+    const float *norm_, *conv_, *decay_, *step_bias_, *out_norm_;
+};
+
+// A gated short convolution with its norm and projections.
+class ShortConvBlock {
+public:
+    ShortConvBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: null, as above.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const { return input_.n_bytes() + output_.n_bytes(); }
+
+private:
+    void run_channels(const Pass& pass, const Sequence& sequence, int part) const;
+
+    ShortConvConfig config_;
+    int index_;
+    Matrix input_, output_;
+    const float *norm_, *conv_;
 };
 
 // A gated feed-forward network.

@@ -11,7 +11,19 @@ from edgeinfer.backends.query_scales import QueryScales
 from edgeinfer.common.arguments import MAX_INT32
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
-from edgeinfer.models import Attention, Dense, Experts, FeedForward, Layer, ModelSpec, RopeSpec, attention_of
+from edgeinfer.models import (
+    Attention,
+    Dense,
+    Experts,
+    FeedForward,
+    GatedDeltaNet,
+    Layer,
+    Mixer,
+    ModelSpec,
+    RopeSpec,
+    ShortConv,
+    attention_of,
+)
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
@@ -20,8 +32,13 @@ SEGMENT = 128  # slots, kSegment of kv_head.h
 _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks"),
+    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
 )
+_OF_DELTA_NET = (
+    *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
+    *("step_bias", "out_norm", "output", "norm", "beta", "alpha", "beta_alpha"),
+)
+_OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
 _OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
@@ -29,7 +46,14 @@ _OF_EXPERTS = (
     *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
     *("shared_gate", "shared_up", "shared_down"),
 )
-BLOCKS: dict[type, Sequence[str]] = {Attention: _OF_ATTENTION, Dense: _OF_DENSE, Experts: _OF_EXPERTS}
+BLOCKS: dict[type, Sequence[str]] = {
+    Attention: _OF_ATTENTION,
+    GatedDeltaNet: _OF_DELTA_NET,
+    ShortConv: _OF_SHORT_CONV,
+    Dense: _OF_DENSE,
+    Experts: _OF_EXPERTS,
+}
+_LANES = 16  # numbers that recurrent layers compute together: heads and channels are whole multiples
 # Those of the parts of heads around their decoder.
 PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
@@ -58,12 +82,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        attention = attention_of(layer)
-        rope = attention.rope
-        if rope is not None and rope not in ropes:
-            ropes[rope] = _add_rope(config, rope)
-        index = -1 if rope is None else ropes[rope]
-        config.add_layer(_attention(attention, index, scales.index(_scales_of(attention))), _feed_forward(layer.ffn))
+        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn))
     return config
 
 
@@ -74,6 +93,7 @@ class CacheSizes:
     n_positions: int  # of all sequences together
     n_bytes: int
     windows: int  # of n_bytes, what layers with a sliding window have; 0 where the windows would hold all of the texts
+    states: int  # of n_bytes, what recurrent layers have: states, earlier ones, and rows of tokens
 
 
 def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
@@ -85,7 +105,8 @@ def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
     n_needed = min(settings.n_ctx + SEGMENT * (settings.n_texts - 1), MAX_INT32)
     n_positions = n_needed + _further_positions(config, settings, n_needed)
     n_bytes = _bytes_of(config, settings, n_positions)
-    return CacheSizes(n_positions, n_bytes, _window_bytes(spec, settings, n_positions))
+    windows, states = (of(spec, settings, n_positions) for of in (_window_bytes, _recurrent_bytes))
+    return CacheSizes(n_positions, n_bytes, windows, states)
 
 
 def _further_positions(config: _core.DecoderConfig, settings: LoadSettings, n_needed: int) -> int:
@@ -113,6 +134,12 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
     return windows if windows < others else 0
 
 
+def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
+    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "recurrent")
+    config = decoder_config(replace(spec, layers=layers), settings.n_ctx, settings.n_batch)
+    return _bytes_of(config, settings, n_positions) if layers else 0
+
+
 def add_inputs(config: _core.DecoderConfig, matrices: Iterable[tuple[int, int]]) -> None:
     """Make room for what matrices (packed format, n_in) read; without it a decoder refuses them."""
     for packed_as, n_in in set(matrices):
@@ -133,6 +160,44 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
 
 
+def check_recurrences(spec: ModelSpec, path: object) -> None:
+    """Raises UnsupportedModel for recurrent layers of sizes that no kernel has."""
+    for name, block in spec.blocks():
+        sizes: dict[str, int] = {}
+        if isinstance(block, GatedDeltaNet):
+            sizes = {"heads": block.head_dim}
+        elif isinstance(block, ShortConv):
+            sizes = {"rows": block.n_embd}
+        for what, n in sizes.items():
+            if n % _LANES:
+                raise UnsupportedModel(
+                    f"{path}: {name} has {what} of {n} numbers, and the native engine needs a multiple of {_LANES}"
+                )
+
+
+def _mixer(
+    config: _core.DecoderConfig, block: Mixer, ropes: dict[RopeSpec, int], scales: list[tuple[object, ...]]
+) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig:
+    """A mixer; ropes: those that the config has, to which its own is added."""
+    if isinstance(block, GatedDeltaNet):
+        return _core.DeltaNetConfig(
+            n_key_heads=block.n_key_heads,
+            n_value_heads=block.n_value_heads,
+            head_dim=block.head_dim,
+            n_conv=block.n_conv,
+            modulo=block.key_heads == "modulo",
+            joint_steps=block.beta_alpha is not None,
+        )
+    if isinstance(block, ShortConv):
+        return _core.ShortConvConfig(n_channels=block.n_embd, n_conv=block.n_conv)
+    if not isinstance(block, Attention):
+        raise UnsupportedModel(f"the mixer must be one that the native engine has: found {type(block).__name__}")
+    rope = block.rope
+    if rope is not None and rope not in ropes:
+        ropes[rope] = _add_rope(config, rope)
+    return _attention(block, -1 if rope is None else ropes[rope], scales.index(_scales_of(block)))
+
+
 def _attention(block: Attention, rope: int, query_scales: int) -> _core.AttentionConfig:
     return _core.AttentionConfig(
         n_in=block.n_in,
@@ -145,6 +210,7 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         soft_cap=block.soft_cap or 0.0,
         qk_norm=_core.QKNorm[block.qk_norm if block.q_norm and block.qk_norm else "none"],
         key_bias=block.separate_key_bias is not None,
+        gated=block.output_gate is not None,
     )
 
 
@@ -179,4 +245,5 @@ def _scales_of(attention: Attention) -> tuple[object, ...]:
 
 def _with_own_scales(spec: ModelSpec) -> list[Attention]:
     """One attention for each way in which queries are scaled, always in the same order."""
-    return list({_scales_of(attention_of(layer)): attention_of(layer) for layer in spec.layers}.values())
+    blocks = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
+    return list({_scales_of(block): block for block in blocks}.values())

@@ -29,7 +29,6 @@ public:
         for (const Sequence& sequence : pass.sequences)
             wants.push_back({sequence.rows.state, sequence.slot(sequence.last())});
         SequencePool::reserve(wants);
-        for (const Sequence& sequence : pass.sequences) sequence.rows.state->begin_pass();
     }
     ~Reserved() {
         for (const Sequence& sequence : pass_.sequences) sequence.rows.state->end_pass();
@@ -40,6 +39,13 @@ public:
 private:
     const Pass& pass_;
 };
+
+void begin_states(const Pass& pass) {
+    for (const Sequence& sequence : pass.sequences) {
+        const SequenceRows& rows = sequence.rows;
+        rows.state->begin(rows.parents, rows.n_pending, rows.n);
+    }
+}
 
 }  // namespace
 
@@ -99,15 +105,20 @@ void Decoder::check_inputs() const {
 }
 
 void Decoder::add_layer(int index, int& n_with_experts) {
-    const AttentionBlock mixer(config_, index, name_of(index, "mixer"), *weights_);
-    const std::string name = name_of(index, "ffn");
-    if (config_.layers[static_cast<size_t>(index)].dense()) {
-        layers_.push_back({mixer, DenseBlock(config_, index, name, *weights_)});
+    const LayerConfig& layer = config_.layers[static_cast<size_t>(index)];
+    const std::string of_mixer = name_of(index, "mixer"), of_ffn = name_of(index, "ffn");
+    const auto mixer = [&]() -> Mixer {
+        if (layer.delta_net()) return DeltaNetBlock(config_, index, of_mixer, *weights_);
+        if (layer.short_conv()) return ShortConvBlock(config_, index, of_mixer, *weights_);
+        return AttentionBlock(config_, index, of_mixer, *weights_);
+    };
+    if (layer.dense()) {
+        layers_.push_back({mixer(), DenseBlock(config_, index, of_ffn, *weights_)});
     } else if (store_) {
         layers_.push_back(
-            {mixer, ExpertsBlock(config_, index, n_with_experts++, name, *weights_, *store_, *predictor_)});
+            {mixer(), ExpertsBlock(config_, index, n_with_experts++, of_ffn, *weights_, *store_, *predictor_)});
     } else {
-        throw std::invalid_argument(name + " has experts, which a store must hold: found none");
+        throw std::invalid_argument(of_ffn + " has experts, which a store must hold: found none");
     }
 }
 
@@ -129,6 +140,7 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
     stop_.store(false);
     if (interrupts_.load() != interrupts)
         return false;  // in this order: an interrupt is seen here, or sets stop_ after it
+    begin_states(pass);
     return run_by_all(pass);
 }
 
@@ -146,6 +158,7 @@ bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const 
     const Reserved reserved(pass);
     begin(pass);
     stop_.store(false);
+    begin_states(pass);
     return run_by_all(pass);
 }
 
@@ -356,8 +369,9 @@ double Decoder::seconds_of_part(SequenceState& state, int n, int n_parts, int pa
     pass.rows = rows.data();
     pass.n_rows = n;
     pass.logits = logits.data();
-    state.reserve(state.n_past() + n);
+    const Reserved reserved(pass);
     begin(pass);
+    begin_states(pass);
     stop_.store(false, std::memory_order_relaxed);
     const auto started = std::chrono::steady_clock::now();
     pool_->run([&](int thread) {

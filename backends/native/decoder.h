@@ -108,8 +108,10 @@ public:
     size_t activation_bytes() const { return memory_.size(); }
 
 private:
+    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock>;
+
     struct Layer {
-        std::variant<AttentionBlock> mixer;
+        Mixer mixer;
         std::variant<DenseBlock, ExpertsBlock> ffn;
 
         void run_mixer(const Pass& pass, int thread, const float* attended) const {

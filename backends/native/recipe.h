@@ -40,10 +40,34 @@ struct AttentionConfig {
     float soft_cap = 0;
     QKNorm qk_norm = QKNorm::None;
     bool key_bias = false;  // one that no norm follows, so that keys can be held without it
+    bool gated = false;     // q has for each head a query and a gate of what the head gives
 
+    int n_q_rows() const { return (gated ? 2 : 1) * n_q(); }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
     KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
+};
+
+// A gated delta net. modulo: value head h reads key head h % n_key_heads, else h / (n_value_heads / n_key_heads).
+// joint_steps: b and a are one matrix, for each key head b of its value heads and then a.
+struct DeltaNetConfig {
+    int n_key_heads, n_value_heads, head_dim, n_conv;
+    bool modulo, joint_steps;
+
+    int n_k() const { return n_key_heads * head_dim; }
+    int n_v() const { return n_value_heads * head_dim; }
+    int n_channels() const { return 2 * n_k() + n_v(); }
+    int key_head(int value_head) const {
+        return modulo ? value_head % n_key_heads : value_head / (n_value_heads / n_key_heads);
+    }
+    RecurrentSizes state_sizes() const { return {n_value_heads, head_dim, n_k(), n_channels(), n_conv}; }
+};
+
+// A gated short convolution of n_channels, the width of the residual stream.
+struct ShortConvConfig {
+    int n_channels, n_conv;
+
+    RecurrentSizes state_sizes() const { return {0, 0, 0, n_channels, n_conv}; }
 };
 
 struct DenseConfig {
@@ -66,8 +90,10 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
 };
 
+using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig>;
+
 struct LayerConfig {
-    std::variant<AttentionConfig> mixer;
+    MixerConfig mixer;
     std::variant<DenseConfig, ExpertsConfig> ffn;
 
     LayerSizes state_sizes() const {
@@ -75,6 +101,8 @@ struct LayerConfig {
     }
     // Null for a layer of another kind.
     const AttentionConfig* attention() const { return std::get_if<AttentionConfig>(&mixer); }
+    const DeltaNetConfig* delta_net() const { return std::get_if<DeltaNetConfig>(&mixer); }
+    const ShortConvConfig* short_conv() const { return std::get_if<ShortConvConfig>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -126,7 +154,7 @@ struct DecoderConfig {
         return largest;
     }
 
-    // The same over the layers that have attention, or experts.
+    // The same over the layers that have a block of that kind.
     template <class Number>
     int most_of_attention(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.attention() ? number(*layer.attention()) : 0; });
@@ -134,6 +162,14 @@ struct DecoderConfig {
     template <class Number>
     int most_of_experts(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.experts() ? number(*layer.experts()) : 0; });
+    }
+    template <class Number>
+    int most_of_delta_nets(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.delta_net() ? number(*layer.delta_net()) : 0; });
+    }
+    template <class Number>
+    int most_of_short_convs(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.short_conv() ? number(*layer.short_conv()) : 0; });
     }
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;

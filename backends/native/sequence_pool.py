@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -34,10 +35,12 @@ class SharedPool:
         self.n_sequences = n_sequences
         self._parked: dict[int, list[int]] = {}
         self._sessions: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._lock = threading.Lock()  # sessions may come and go in other threads
 
     def state(self, session: Held) -> _core.SequenceState:
         """The state of a new sequence, whose session others find their beginnings in."""
-        self._sessions.add(session)
+        with self._lock:
+            self._sessions.add(session)
         return _core.SequenceState(self.core)
 
     def park(self, state: _core.SequenceState, tokens: Sequence[int]) -> None:
@@ -58,22 +61,25 @@ class SharedPool:
             self.core.forget(number)
         self._parked.clear()
 
-    def share_prefix(self, session: Held, tokens: Sequence[int], more_than: int) -> int:
+    def share_prefix(self, session: Held, tokens: Sequence[int], more_than: int) -> int | None:
         """Make the longest beginning of tokens that a parked sequence or another session holds the committed sequence.
 
-        Gives its length, or 0 where there is none of more than `more_than` tokens; the session is as before then.
+        Gives its length, or None where there is none of more than `more_than` tokens; the session is as before then.
+        A session that another thread runs meanwhile may leave less of it.
         """
         assert session.held is not None
         state, best, take = session.held[0], more_than, None
         for number, parked in self._held().items():
             if len(parked) > best and (n := state.reach_parked(number, common_length(parked, tokens))) > best:
                 best, take = n, partial(state.resume, number)
-        for other in list(self._sessions):
+        with self._lock:
+            sessions = list(self._sessions)
+        for other in sessions:
             if other is session or (held := other.held) is None or len(held[1]) <= best:
                 continue
-            if (n := held[0].reach(common_length(held[1], tokens))) > best:
+            if (n := held[0].shared_reach(common_length(held[1], tokens))) > best:
                 best, take = n, partial(state.share, held[0])
-        return 0 if take is None else take(best)
+        return None if take is None else take(best)
 
     def _held(self) -> dict[int, list[int]]:
         """The parked sequences that the pool has not dropped."""

@@ -93,7 +93,7 @@ class NativeSequence(OfOneProcess, ABC):
         """Bytes that the model and the pool of this sequence hold now."""
         self._open()
         use, pool = self._decoder.memory(), self._pool.core
-        return replace(use, kv_cache=pool.used_bytes, windows=pool.window_bytes)
+        return replace(use, kv_cache=pool.used_bytes, windows=pool.window_bytes, states=pool.recurrent_bytes)
 
     @property
     def held(self) -> tuple[_core.SequenceState, list[int]] | None:
@@ -136,6 +136,12 @@ class NativeSequence(OfOneProcess, ABC):
             raise ShapeError(
                 f"the model has windows, so at most n_batch = {self.n_batch} tokens can be uncommitted after "
                 f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_sequence does)"
+            )
+        if not state.can_begin(links, n_pending, len(ids)):
+            most = _core.MOST_ROWS_OF_RECURRENCE
+            raise ShapeError(
+                f"the model has recurrent layers, so a tree must fit into {most} tokens, and of a chain of more that "
+                f"is pending all must stay or none: found {len(links)} tokens, {n_pending} of them pending before"
             )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
         return SequenceRows(state, ids, links, is_chain, n_pending, requested, taps, given)
@@ -251,6 +257,17 @@ class NativeSession(NativeSequence, Session):
             return out
         return self.model.forward([Rows(self, tokens, parents, logits, hidden, n_pending)])[0]
 
+    @override
+    def commit(self, path: ArrayLike) -> None:
+        """See Session.commit. In a model with recurrent layers, a part of a long chain takes another pass.
+
+        That pass may be interrupted: nothing is committed then, and nothing is pending.
+        """
+        n = len(path) if isinstance(path, (list, tuple, range)) else int(np.asarray(path).size)
+        if not self._open().can_commit(n):
+            self.forward([self._tokens[row] for row in check_path(path, self._parents).tolist()], logits=())
+        super().commit(path)
+
     def checked(self, rows: Rows) -> SequenceRows:
         """Rows of this sequence, checked. Raises ShapeError, ContextOverflow, InvalidArgument."""
         if rows.features is not None:
@@ -280,11 +297,13 @@ class NativeSession(NativeSequence, Session):
         n_common = common_length(self._sequence, ids)
         if len(self._sequence) - n_common >= WORTH_KEEPING:
             self._pool.park(state, self._sequence)
-        n_shared = self._pool.share_prefix(self, ids, state.reach(n_common))
-        if not n_shared:
-            return self.truncate(n_common)
-        self._sequence = ids[:n_shared]
-        return n_shared
+        n_reused = self._pool.share_prefix(self, ids, state.reach(n_common))
+        if n_reused is None:
+            n_reused = self.truncate(n_common)
+        else:
+            self._sequence = ids[:n_reused]
+        state.mark()
+        return n_reused
 
     def park(self) -> None:
         """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""

@@ -34,7 +34,7 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse
-from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight, attention_of
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
 
@@ -151,8 +151,11 @@ def _times(session: NativeSession, busy: Busy) -> tuple[dict[int, float], dict[i
 
 def _attention(spec: ModelSpec, device: Device, cache_type: CacheType, busy: Busy) -> tuple[float, float]:
     """Seconds of attention of one row for each position, of one layer: alone, and in a long pass."""
-    n_layers = min(_ATTENTION_LAYERS, spec.n_layers)
-    narrow = _narrow(spec, n_layers)
+    blocks = [layer.mixer for layer in spec.layers if isinstance(layer.mixer, Attention)]
+    n_layers = min(_ATTENTION_LAYERS, len(blocks))
+    if not n_layers:
+        return 0.0, 0.0
+    narrow = _narrow(spec, blocks[:n_layers])
     other = _filled(_OTHER_BYTES).view(np.uint64)
     with _Made(narrow, list(_plain_parts(narrow)), _ROWS, device, cache_type, _CONTEXT + _ROWS) as session:
         tokens = np.zeros(_ROWS, np.int32)
@@ -228,14 +231,14 @@ def weight_bytes(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> tuple[
     return packed_bytes([part for part in parts if part.block]), packed_bytes(output)
 
 
-def _narrow(spec: ModelSpec, n_layers: int) -> ModelSpec:
+def _narrow(spec: ModelSpec, blocks: Sequence[Attention]) -> ModelSpec:
     """Layers with the attention of this model, but next to no weights."""
     few = []
-    for layer in spec.layers[:n_layers]:
-        attention: Attention = replace(attention_of(layer), n_embd=_NARROW, n_in=_NARROW, window=None)
+    for block in blocks:
+        attention: Attention = replace(block, n_embd=_NARROW, n_in=_NARROW, window=None)
         few.append(Layer(attention, Dense(_NARROW, _NARROW, "", "", "", norm="")))
     made = replace(spec, layers=tuple(few), output="", output_norm="", token_embd="")
-    return replace(made, n_layers=n_layers, n_vocab=_NARROW, n_embd=_NARROW, n_logits=_NARROW)
+    return replace(made, n_layers=len(few), n_vocab=_NARROW, n_embd=_NARROW, n_logits=_NARROW)
 
 
 def _plain_parts(spec: ModelSpec) -> Iterator[Part]:

@@ -30,6 +30,7 @@ PIECE_BYTES = 1 << 20  # of a matrix, as the file has it, are in memory beside w
 # For drafts: matrices of more bits a weight are rounded to Q4_0, and only the first tokens get logits. A vocabulary
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
 DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
+CONVOLUTION = "conv"  # the role of (n_channels, n_conv), kept as one vector, a column after the other
 _BIASES_OF_EXPERTS = frozenset(("gate_bias", "up_bias", "down_bias"))  # (n_experts, n), kept as one vector
 
 
@@ -64,6 +65,7 @@ class Part(NamedTuple):
     # n_runs, distance: of a vector that is several runs of bytes, which begin so far from each other
     n_runs: int = 1
     distance: int = 0
+    n_columns: int = 1  # of a vector that is kept column by column, where the file has rows
 
     def data(self, model: ModelFile, first: int = 0, last: int | None = None) -> NDArray[np.uint8]:
         """Bytes first..last-1 of it."""
@@ -195,6 +197,8 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
     """What a weight means in the file."""
     if weight.role in _BIASES_OF_EXPERTS:
         return _biases_of_experts(model, weight)
+    if weight.role == CONVOLUTION:
+        return _convolution(model, weight)
     ref = weight.tensor
     assert not isinstance(ref, ExpertRows)  # of matrices of experts and of their biases only
     name = ref.name if isinstance(ref, TensorRows) else ref
@@ -211,6 +215,15 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
         shape = (n_rows, *info.shape[1:])
         return part._replace(shape=shape, n_bytes=n_rows * row_bytes, first_byte=ref.first * row_bytes)
     return part
+
+
+def _convolution(model: ModelFile, weight: Weight) -> Part:
+    """The weights of a convolution as one vector."""
+    assert isinstance(weight.tensor, str)  # a whole tensor
+    info = _info(model, weight.tensor, is_vector=True)
+    n_channels, n_conv = weight.shape
+    n = n_channels * n_conv
+    return Part(weight.block, weight.role, info.name, info.type, int(info.type), (n,), info.n_bytes, n_columns=n_conv)
 
 
 def _biases_of_experts(model: ModelFile, weight: Weight) -> Part:
@@ -309,4 +322,5 @@ def _vector(model: ModelFile, part: Part) -> NDArray[np.float32]:
     firsts = (run * part.distance for run in range(part.n_runs))
     data = b"".join(part.data(model, first, first + n_bytes).tobytes() for first in firsts)
     model.release(part.name)
-    return np.frombuffer(data, dtype=kind).astype(np.float32, copy=False)
+    values = np.frombuffer(data, dtype=kind).astype(np.float32, copy=False)
+    return np.ascontiguousarray(values.reshape(-1, part.n_columns).T).reshape(-1)

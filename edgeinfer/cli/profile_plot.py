@@ -25,6 +25,7 @@ _PURPOSES = {
     "activations": "#ccbb44",
     "drafters": "#ee8866",
     "window": "#44bb99",
+    "recurrent state": "#117733",
     "KV cache": "#228833",
 }
 _LABEL: dict[str, Any] = {"fontsize": 7, "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1.5}}

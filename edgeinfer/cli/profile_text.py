@@ -124,7 +124,7 @@ def _drafted_line(found: Profile, speed: Speed) -> Iterator[str]:
 
 
 def _context_row(row: AtContext) -> list[str]:
-    kv_cache = row.ledger.of("KV cache") + row.ledger.of("window")
+    kv_cache = sum(row.ledger.of(purpose) for purpose in ("KV cache", "window", "recurrent state"))
     tokens, seconds = f"{row.speed.tokens_per_second:.3g}", _seconds(row.speed.first_token_seconds)
     return [str(row.n_ctx), _size(row.ledger.peak), _size(kv_cache), tokens, seconds]
 

@@ -68,6 +68,7 @@ class MemoryUse:
     mapped: int = 0
     mapped_experts: int = 0
     windows: int = 0  # of the KV cache, what layers with a sliding window have
+    states: int = 0  # of the KV cache, what recurrent layers have: states, earlier ones, rows of tokens
 
     @property
     def total(self) -> int:

@@ -79,7 +79,7 @@ def ledger_of(planned: PlannedModel, drafters: DraftPlan | None, process: Proces
     """
     items = list(_items(planned, drafters, process))
     # What is filled later leaves room while weights are read and passes are timed.
-    later = ("KV cache", "window", "activations", "sampling")
+    later = ("KV cache", "window", "recurrent state", "activations", "sampling")
     room = sum(item.planned for item in items if item.purpose in later or item.detail in ("caches", "features"))
     return ledger(items, max(0, _loading(planned, drafters) - room))
 
@@ -91,8 +91,9 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
     yield Item("vocabulary", held + more)
     yield Item("weights", use.weights - use.mapped)
     yield Item("mapped weights", use.mapped, is_mapped=True)
-    yield Item("KV cache", use.kv_cache - use.windows)
+    yield Item("KV cache", use.kv_cache - use.windows - use.states)
     yield Item("window", use.windows)
+    yield Item("recurrent state", use.states)
     yield Item("activations", use.activations)
     for part, n_bytes in () if drafters is None else drafters.parts.items():
         yield Item("drafters", n_bytes, detail=part)

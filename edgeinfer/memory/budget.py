@@ -13,6 +13,7 @@ Purpose: TypeAlias = Literal[
     "mapped weights",
     "KV cache",
     "window",
+    "recurrent state",
     "activations",
     "drafters",
     "experts",
@@ -26,7 +27,8 @@ Purpose: TypeAlias = Literal[
 class Item:
     """Bytes of one purpose, or of a part of it."""
 
-    # "process" is the interpreter and its libraries, "window" the KV cache of layers with a sliding window
+    # "process" is the interpreter and its libraries, "window" the KV cache of layers with a sliding window,
+    # "recurrent state" what recurrent layers have in place of one
     purpose: Purpose
     planned: int  # before anything is loaded
     taken: int | None = None  # what is held now, None before that is known

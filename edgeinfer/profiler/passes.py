@@ -106,7 +106,9 @@ def expected_passes(
 
 @dataclass(frozen=True)
 class Work:
-    """What one token takes: bytes of weights read, those of experts among them, and multiply-adds of matrices."""
+    """What one token takes: bytes of weights and of states of recurrent layers that are read and written, those of
+    experts among them, and multiply-adds of matrices.
+    """
 
     n_bytes: int
     output_bytes: int
@@ -133,7 +135,7 @@ class Work:
         output_bytes = file.tensors[output].n_bytes if output in file.tensors else 0
         if isinstance(spec, ModelSpec):
             layer_bytes, output_bytes = weight_bytes(file, spec, plan.ternary_bits)
-            n_bytes = layer_bytes + output_bytes
+            n_bytes = layer_bytes + output_bytes + sum(layer.mixer.step_bytes for layer in spec.layers)
             multiply_adds = sum(block.multiply_adds() for _, block in spec.blocks()) + spec.n_logits * spec.n_embd
         return cls(round(n_bytes), output_bytes, round(of_experts), round(multiply_adds), n_experts, n_used)
 
@@ -142,7 +144,7 @@ class Work:
         read, compute = _limits_of(machine)
         of_output = self.output_bytes / max(1, self.n_bytes)
         whole = {n: max(self.n_bytes / read, n * self.multiply_adds / compute) for n in (1, 2, 4, 8, 16, 32, PROMPT)}
-        position = plan.use.kv_cache / max(1, plan.n_positions * spec.n_layers) / read
+        position = (plan.use.kv_cache - plan.use.states) / max(1, plan.n_positions * spec.n_layers) / read
         layers = {n: seconds * (1.0 - of_output) for n, seconds in whole.items()}
         output = {n: seconds * of_output for n, seconds in whole.items()}
         return PassTimes(layers, output, position, 0.0, False)

@@ -8,11 +8,9 @@ import pytest
 from parts import missing
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
 
-from edgeinfer.backends.native import NativeBackend
 from edgeinfer.backends.onnx.decoder import check_spec as check_onnx
 from edgeinfer.backends.opencl.parts import check_spec as check_opencl
 from edgeinfer.common.errors import UnsupportedModel
-from edgeinfer.common.settings import LoadSettings
 from edgeinfer.exporters.genai.graph import genai_graph
 from edgeinfer.exporters.mnn.graph import mnn_graph
 from edgeinfer.models import ModelSpec, read_spec
@@ -20,7 +18,6 @@ from edgeinfer.models.gguf import ModelFile
 
 Check = Callable[[ModelFile, ModelSpec], object]
 CHECKS: dict[str, Check] = {
-    "native": lambda file, spec: NativeBackend().plan(file, spec, LoadSettings(64)),
     "opencl": lambda file, spec: check_opencl(spec, file.path),
     "onnx": lambda file, spec: check_onnx(spec, file.path),
     "genai": lambda file, spec: genai_graph(file, spec, 64, True),

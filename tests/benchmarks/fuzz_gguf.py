@@ -3,6 +3,7 @@
 Where native lacks something, llama.cpp is asked in its own process, which may crash, and takes some seconds more.
 
     python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--only INDEX ...] [--model FILE.gguf]
+    python tests/benchmarks/fuzz_gguf.py --hybrid qwen35 [...]
 
 Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
@@ -29,6 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gguf_mutations import Mutation, mutations  # noqa: E402
+from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid  # noqa: E402
 from tiny_models import write_tiny_model  # noqa: E402
 
 from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
@@ -176,9 +178,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", default=[], help="run these cases alone, by index")
     parser.add_argument("--model", type=Path, help="damage this file; default: a tiny model of 56 KB")
+    parser.add_argument("--hybrid", choices=HYBRID_ARCHITECTURES, help="damage a tiny model with recurrent layers")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or write_tiny_model(Path(folder) / "m.gguf", "llama", "Q4_0", n_embd=64, n_layers=1)
+        path = Path(folder) / "m.gguf"
+        if arguments.hybrid:
+            model = write_tiny_hybrid(path, arguments.hybrid, "Q4_0")
+        else:
+            model = arguments.model or write_tiny_model(path, "llama", "Q4_0", n_embd=64, n_layers=1)
         data = model.read_bytes()
         load_everything(model)  # what fails here is no fault of a mutation
     result = fuzz(data, arguments.cases, arguments.seed, arguments.only)

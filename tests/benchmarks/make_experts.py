@@ -129,7 +129,8 @@ class Tensor:
 
     @property
     def type(self) -> Type:
-        return Type.F32 if self.format == "ones" else Type[self.format.upper()]
+        name: str = "F32" if self.format == "ones" else self.format.upper()
+        return getattr(Type, name)
 
     @property
     def n_bytes(self) -> int:

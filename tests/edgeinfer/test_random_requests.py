@@ -70,6 +70,18 @@ def test_texts_with_experts_that_are_read_from_disk(folder, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["all drafts", "a small pool", "a pool that keeps", "one place"])
+@pytest.mark.parametrize("architecture", ["qwen35", "lfm2"])
+def test_texts_of_hybrids(folder, architecture, kind, seed):
+    from tiny_hybrids import write_tiny_hybrid
+
+    path = folder / f"{architecture}.gguf"
+    if not path.exists():
+        write_tiny_hybrid(path, architecture, "Q8_0", **SIZES)
+    compared(path, seed, 50, **KINDS[kind])
+
+
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_same", [True, False])
 def test_texts_with_a_draft_model(folder, is_same, seed):
     path, draft = folder / "target.gguf", folder / f"draft{is_same}.gguf"

@@ -44,7 +44,7 @@ def decode_one_by_one(session: Session, tokens: NDArray[np.int32]) -> NDArray[np
 def has_windows(session: Session) -> bool:
     """Whether some layers see a window only: no more than n_batch tokens can then be uncommitted."""
     spec = session.spec
-    return isinstance(spec, ModelSpec) and any(layer.mixer.window for layer in spec.layers)
+    return isinstance(spec, ModelSpec) and any(layer.mixer.state_kind == "window_kv" for layer in spec.layers)
 
 
 def prefill(session: Session, tokens: NDArray[np.int32], chunk: int) -> NDArray[np.float32]:
@@ -58,6 +58,12 @@ def prefill(session: Session, tokens: NDArray[np.int32], chunk: int) -> NDArray[
     return logits
 
 
+def back_to(session: Session, prompt: NDArray[np.int32]) -> None:
+    """Cut the text to its prompt; what a state no longer has there is read again."""
+    if rest := prompt[session.truncate(len(prompt)) :].tolist():
+        prefill(session, np.array(rest, dtype=np.int32), len(prompt))
+
+
 def comparisons(
     open_session: OpenSession, isas: Sequence[str], tokens: NDArray[np.int32], sizes: Sequence[int] = range(1, 17)
 ) -> Iterator[tuple[str, bool]]:
@@ -68,9 +74,9 @@ def comparisons(
     n_prompt = len(prompt)
     expected = decode_one_by_one(session, rest)
     for n in sizes:
-        session.truncate(n_prompt)
+        back_to(session, prompt)
         yield f"{n} in one pass and one by one", same_bits(session.forward(rest[:n], logits="all").logits, expected[:n])
-    yield from _trees(open_session, session, n_prompt, rest)
+    yield from _trees(session, prompt, rest)
 
     prefill(session, prompt[session.truncate(n_prompt // 2) :], n_prompt)
     again = session.forward(rest, logits="all").logits
@@ -103,22 +109,20 @@ def _after(
     return equal
 
 
-def _trees(
-    open_session: OpenSession, session: Session, n_prompt: int, rest: NDArray[np.int32]
-) -> Iterator[tuple[str, bool]]:
+def _trees(session: Session, prompt: NDArray[np.int32], rest: NDArray[np.int32]) -> Iterator[tuple[str, bool]]:
     nodes = rest[: len(TREE)]
-    session.truncate(n_prompt)
+    back_to(session, prompt)
     of_tree = session.forward(nodes, TREE, logits="all").logits
     for leaf in LEAVES:
         branch = branch_to(leaf, TREE)
-        session.truncate(n_prompt)
+        back_to(session, prompt)
         alone = decode_one_by_one(session, nodes[branch])
         yield f"tree branch to node {leaf} and alone", same_bits(of_tree[branch], alone)
         follow = decode_one_by_one(session, rest[-3:])
 
-        session.truncate(n_prompt)
+        back_to(session, prompt)
         session.forward(nodes, TREE)
         session.commit(branch)
         committed = decode_one_by_one(session, rest[-3:])
         yield f"after committing the branch to node {leaf}", same_bits(committed, follow)
-    session.truncate(n_prompt)
+    back_to(session, prompt)

@@ -99,7 +99,7 @@ class _Target:
         with ModelFile.open(path) as model:
             spec, backend = read_spec(model), ReferenceBackend()
             matrix = (spec.n_vocab, spec.n_embd)
-            expected = {spec.output: matrix, spec.token_embd: matrix, "output_norm.weight": (spec.n_embd,)}
+            expected = {spec.output: matrix, spec.token_embd: matrix, spec.output_norm: (spec.n_embd,)}
             found = {name: one.values for name, one in backend.read_weights(model, expected).items()}
             session = None
             if with_session:
@@ -111,7 +111,7 @@ class _Target:
                 spec.n_embd,
                 spec.n_vocab,
                 found[spec.output],
-                found["output_norm.weight"],
+                found[spec.output_norm],
                 found[spec.token_embd],
                 session,
             )

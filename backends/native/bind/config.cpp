@@ -3,6 +3,7 @@
 
 #include "activations.h"
 #include "bind/bindings.h"
+#include "conv_history.h"
 #include "kv/sequence_state.h"
 #include "recipe.h"
 
@@ -45,14 +46,30 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
 }
 
 void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
-                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias) {
+                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias, bool gated) {
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
     if (rope < -1 || query_scales < 0 || window < 0) throw nb::value_error("no such rope, query scales or window");
     if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
-    new (attention)
-        AttentionConfig{n_in, n_heads, n_kv_heads, head_dim, rope, query_scales, window, soft_cap, qk_norm, key_bias};
+    if (gated && qk_norm == QKNorm::Whole) throw nb::value_error("gates come with queries that are normed by head");
+    new (attention) AttentionConfig{n_in,   n_heads,  n_kv_heads, head_dim, rope, query_scales,
+                                    window, soft_cap, qk_norm,    key_bias, gated};
+}
+
+void init_delta_net(DeltaNetConfig* net, int n_key_heads, int n_value_heads, int head_dim, int n_conv, bool modulo,
+                    bool joint_steps) {
+    if (n_key_heads < 1 || n_value_heads < 1 || n_value_heads % n_key_heads || head_dim < 1 || head_dim % 16 ||
+        n_conv < 2 || n_conv > kMostConv) {
+        throw nb::value_error("heads must be of a multiple of 16 numbers, and n_value_heads a multiple of n_key_heads");
+    }
+    new (net) DeltaNetConfig{n_key_heads, n_value_heads, head_dim, n_conv, modulo, joint_steps};
+}
+
+void init_short_conv(ShortConvConfig* conv, int n_channels, int n_conv) {
+    if (n_channels < 1 || n_channels % 16 || n_conv < 2 || n_conv > kMostConv)
+        throw nb::value_error("n_channels must be a multiple of 16");
+    new (conv) ShortConvConfig{n_channels, n_conv};
 }
 
 void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
@@ -64,10 +81,11 @@ void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
     }
 }
 
-void add_layer(DecoderConfig& config, const std::variant<AttentionConfig>& mixer,
-               const std::variant<DenseConfig, ExpertsConfig>& ffn) {
+void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
     const LayerConfig layer{mixer, ffn};
     if (layer.attention()) check_rope(config, *layer.attention());
+    if (layer.short_conv() && layer.short_conv()->n_channels != config.n_embd)
+        throw nb::value_error("a short convolution has a channel for each number of the residual stream");
     config.layers.push_back(layer);
 }
 
@@ -134,6 +152,7 @@ void commit(SequenceState& sequence, const std::vector<int32_t>& path) {
             throw nb::value_error("commit: no such row, or none that ascend");
         before = row;
     }
+    if (!sequence.can_commit(n)) throw nb::value_error("commit: of a long chain in recurrent layers all, or nothing");
     ReleasedGil release;
     sequence.commit(path.data(), n);
 }
@@ -146,6 +165,11 @@ int truncate_to(SequenceState& sequence, int n_past) {
 int reach(const SequenceState& sequence, int n_past) {
     if (n_past < 0 || n_past > sequence.n_past()) throw nb::value_error("reach: no such position");
     return sequence.reach(n_past);
+}
+
+int shared_reach(const SequenceState& sequence, int n_past) {
+    if (n_past < 0) throw nb::value_error("shared_reach: no such position");
+    return sequence.shared_reach(n_past);
 }
 
 int resume(SequenceState& sequence, int number, int n_past) {
@@ -184,7 +208,13 @@ void bind_enums(nb::module_& m) {
 void bind_blocks(nb::module_& m) {
     nb::class_<AttentionConfig>(m, "AttentionConfig", "Attention; see edgeinfer.models.Attention.")
         .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
-             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a);
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "gated"_a = false);
+    nb::class_<DeltaNetConfig>(m, "DeltaNetConfig", "A gated delta net; see edgeinfer.models.GatedDeltaNet.")
+        .def("__init__", &init_delta_net, nb::kw_only(), "n_key_heads"_a, "n_value_heads"_a, "head_dim"_a, "n_conv"_a,
+             "modulo"_a, "joint_steps"_a);
+    nb::class_<ShortConvConfig>(m, "ShortConvConfig", "A short convolution; see edgeinfer.models.ShortConv.")
+        .def("__init__", &init_short_conv, nb::kw_only(), "n_channels"_a, "n_conv"_a);
+    m.attr("MOST_ROWS_OF_RECURRENCE") = RecurrentState::kMostRows;
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
@@ -250,13 +280,26 @@ void bind_sequence_state(nb::module_& m) {
         .def("forget", &SequencePool::forget, "number"_a)
         .def_prop_ro("n_positions", [](const SequencePool& pool) { return pool.sizes().n_positions; })
         .def_prop_ro("used_bytes", &SequencePool::used_bytes)
-        .def_prop_ro("window_bytes", &SequencePool::window_bytes);
+        .def_prop_ro("window_bytes", &SequencePool::window_bytes)
+        .def_prop_ro("recurrent_bytes", &SequencePool::recurrent_bytes);
     nb::class_<SequenceState>(m, "SequenceState", "The state of a sequence in all layers.")
         .def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a, "In a pool of its own.")
         .def(nb::init<std::shared_ptr<SequencePool>>(), "pool"_a)
         .def("has_room", &SequenceState::has_room, "n_tokens"_a,
              "Whether so many tokens can be there, those after n_past not committed.")
         .def("commit", &commit, "path"_a)
+        .def(
+            "can_begin",
+            [](const SequenceState& sequence, Ints parents, int n_pending, int n) {
+                if (n_pending < 0 || n < 0 || parents.size() != static_cast<size_t>(n_pending + n))
+                    throw nb::value_error("can_begin: arguments do not fit together");
+                return sequence.can_begin(parents.data(), n_pending, n);
+            },
+            "parents"_a, "n_pending"_a, "n"_a,
+            "Whether recurrent layers can run n rows after the pending ones; parents of all: a row, or -1.")
+        .def("can_commit", &SequenceState::can_commit, "n"_a,
+             "Whether the first n pending rows can be committed: of a long chain in recurrent layers all, or none.")
+        .def("mark", &SequenceState::mark, "A request begins here, which may come back to it.")
         .def("truncate", &truncate_to, "n_past"_a,
              "Keep the first n_past tokens, or fewer where a window before them is gone; gives how many.")
         .def("reach", &reach, "n_past"_a, "The length that truncate would reach.")
@@ -266,7 +309,9 @@ void bind_sequence_state(nb::module_& m) {
              "The length that resume would reach; 0 for a sequence that is forgotten.")
         .def("resume", &resume, "number"_a, "n_past"_a,
              "Commit the first n_past tokens of a parked sequence, or fewer, and only them; gives how many.")
-        .def("share", &share, "other"_a, "n_past"_a, "The same of another sequence of the pool.")
+        .def("share", &share, "other"_a, "n_past"_a, "The same of another sequence of the pool; see shared_reach.")
+        .def("shared_reach", &shared_reach, "n_past"_a,
+             "The length that another sequence that shares this one reaches.")
         .def("close", &SequenceState::close, "Give the memory back, once no pass runs.")
         .def_prop_ro("n_past", &SequenceState::n_past);
 }

@@ -109,6 +109,8 @@ SequenceRows sequence_rows(const Decoder& decoder, const SequenceArguments& argu
     if (!is_tree(config, span_of(tokens), span_of(parents))) {
         throw nb::value_error("forward: a token or parent is out of range");
     }
+    if (!state->can_begin(parents.data(), n_pending, n))
+        throw nb::value_error("forward: rows that recurrent layers lack");
     float* first_tap = n_taps ? taps.data() + static_cast<size_t>(tap_row) * n_embd : nullptr;
     return {state,
             state->n_ctx(),
@@ -205,7 +207,7 @@ bool Lists::read(const Decoder& decoder, const ListArguments& arguments) {
             static_cast<int>(n_taps),
             n_taps ? taps->data() : nullptr,
             n_taps ? taps->shape(1) * n_embd : 0};
-    return is_tree(config, tokens, links);
+    return is_tree(config, tokens, links) && state->can_begin(links.data(), n_pending, n);
 }
 
 // Logits of the rows that are requested of all sequences, in their order. Gives None where the arguments do not fit

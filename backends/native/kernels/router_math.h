@@ -22,13 +22,14 @@ EI_INLINE F32 log_of_1_and(F32 t) {
 }
 
 // ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|)
+EI_INLINE F32 softplus(F32 x) {
+    const F32 positive = max_f32(set_f32(0.0f), x);
+    const F32 magnitude = as_f32(and_i32(bits_of(x), set_i32(0x7fffffff)));
+    return add_f32(positive, log_of_1_and(exp_f32(sub_f32(set_f32(0.0f), magnitude))));
+}
+
 void sqrt_softplus(float* x, int n) {
-    for (int i = 0; i < n; i += 16) {
-        const F32 v = load_f32(x + i), positive = max_f32(set_f32(0.0f), v);
-        const F32 magnitude = as_f32(and_i32(bits_of(v), set_i32(0x7fffffff)));
-        const F32 t = exp_f32(sub_f32(set_f32(0.0f), magnitude));
-        store_f32(x + i, add_f32(positive, log_of_1_and(t)));
-    }
+    for (int i = 0; i < n; i += 16) store_f32(x + i, softplus(load_f32(x + i)));
     for (int i = 0; i < n; i++) x[i] = __builtin_sqrtf(x[i]);
 }
 

@@ -12,7 +12,7 @@ std::unique_ptr<LayerState> KvMemory::state() { return std::make_unique<KvState>
 
 std::unique_ptr<LayerClaim> KvMemory::claim() { return std::make_unique<KvClaim>(*this); }
 
-void KvTable::cut(SegmentUsers& users, size_t n) {
+void KvTable::cut(Users& users, size_t n) {
     for (size_t i = std::max(first, n); i < segments.size(); i++) users.give_back(segments[i]);
     segments.resize(std::min(segments.size(), n));
     first = std::min(first, n);

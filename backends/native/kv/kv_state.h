@@ -52,7 +52,7 @@ struct KvTable {
     std::vector<int32_t> segments;
 
     // Gives back what is after the first n segments.
-    void cut(SegmentUsers& users, size_t n);
+    void cut(Users& users, size_t n);
 };
 
 class KvState : public LayerState {
@@ -97,7 +97,7 @@ private:
     bool give_back_after(KvTable& table, int n_past);
 
     KvMemory& memory_;
-    SegmentUsers users_;
+    Users users_;
     std::vector<Claimed> claimed_;
     std::vector<std::pair<int32_t, int32_t>> copies_;  // from, to
 };

@@ -24,9 +24,13 @@ public:
     // The largest length up to n_past that this sequence can be cut to, and cuts it to one that was reached.
     virtual int reach(int n_past) const = 0;
     virtual void truncate(int n_past) = 0;
-    // The first n_past slots once more, in the same memory: as little as is needed to go on after them.
+    // The same as reach for another sequence that shares this one, also while a pass runs after it.
+    virtual int shared_reach(int n_past) const { return reach(n_past); }
+    // The first n_past slots once more, in the same memory: as little as is needed to go on after them, or after
+    // somewhat fewer.
     virtual std::unique_ptr<LayerState> kept(int n_past) = 0;
-    // Becomes the first n_past slots of another one, n_past being a length that this one reaches, in the same memory.
+    // Becomes the first n_past slots of another one, n_past being a length that shared_reach gives, in the same
+    // memory.
     virtual void share(const LayerState& other, int n_past) = 0;
 };
 
@@ -52,4 +56,5 @@ public:
     // Bytes that were ever in use.
     virtual size_t used_bytes() const = 0;
     virtual bool is_window() const { return false; }
+    virtual bool is_recurrent() const { return false; }
 };

@@ -88,20 +88,20 @@ size_t KvShape::segment_bytes() const {
     return bytes_of_head(head_layout(*this)) * static_cast<size_t>(n_layers) * static_cast<size_t>(n_kv_heads);
 }
 
-SegmentUsers::SegmentUsers(int n_segments) : users_(static_cast<size_t>(n_segments)) {
-    for (int i = n_segments; i-- > 0;) free_.push_back(i);
+Users::Users(int n) : users_(static_cast<size_t>(n)) {
+    for (int i = n; i-- > 0;) free_.push_back(i);
 }
 
-int32_t SegmentUsers::take() {
-    const int32_t segment = free_.back();
+int32_t Users::take() {
+    const int32_t piece = free_.back();
     free_.pop_back();
-    users_[static_cast<size_t>(segment)] = 1;
-    n_touched_ = std::max(n_touched_, segment + 1);
-    return segment;
+    users_[static_cast<size_t>(piece)] = 1;
+    n_touched_ = std::max(n_touched_, piece + 1);
+    return piece;
 }
 
-void SegmentUsers::give_back(int32_t segment) {
-    if (--users_[static_cast<size_t>(segment)] == 0) free_.push_back(segment);
+void Users::give_back(int32_t piece) {
+    if (--users_[static_cast<size_t>(piece)] == 0) free_.push_back(piece);
 }
 
 KvSegments::KvSegments(const KvShape& shape, int n_segments)

@@ -17,20 +17,21 @@ struct KvShape {
     size_t segment_bytes() const;
 };
 
-// Which of some segments are in use, and by how many. Copies of it are how it is found out what can be had.
-class SegmentUsers {
+// Which of some pieces of memory, by number, are in use, and by how many: segments, states, rows. Copies of it are how it is
+// found out what can be had.
+class Users {
 public:
-    explicit SegmentUsers(int n_segments);
+    explicit Users(int n);
 
     bool has_free() const { return !free_.empty(); }
-    bool is_shared(int32_t segment) const { return users_[static_cast<size_t>(segment)] > 1; }
+    bool is_shared(int32_t piece) const { return users_[static_cast<size_t>(piece)] > 1; }
     int32_t take();  // a free one, for one user; those that were used before come first
-    void share(int32_t segment) { users_[static_cast<size_t>(segment)]++; }
-    void give_back(int32_t segment);
-    int n_touched() const { return n_touched_; }  // segments that were ever used
+    void share(int32_t piece) { users_[static_cast<size_t>(piece)]++; }
+    void give_back(int32_t piece);
+    int n_touched() const { return n_touched_; }  // pieces that were ever used
 
 private:
-    std::vector<int> users_;  // of each segment
+    std::vector<int> users_;  // of each piece
     std::vector<int32_t> free_;
     int n_touched_ = 0;
 };
@@ -48,7 +49,7 @@ public:
     void copy(int32_t from, int32_t to);
     size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(users.n_touched()); }
 
-    SegmentUsers users;
+    Users users;
 
 private:
     uint8_t* data(int32_t segment) const { return memory_.data() + static_cast<size_t>(segment) * segment_bytes_; }

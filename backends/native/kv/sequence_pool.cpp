@@ -7,38 +7,70 @@
 
 namespace {
 
-// Layers that share a memory. A window that would hold no less than all of the sequences is none.
-struct Alike {
-    KvSizes layer;
-    std::vector<int> layers;
-
-    KvShape shape(KvType type) const {
-        return {type, static_cast<int>(layers.size()), layer.n_kv_heads, layer.head_dim};
-    }
-};
-
-// Segments of layers with a window: each sequence that runs may need so many, and those that are kept in further
-// positions need as many for each n_ctx of these.
-int64_t segments_of_windows(const PoolSizes& sizes, int window) {
-    const SequenceSizes& one = sizes.of_sequence;
-    const int64_t each = KvMemory::n_segments_of(window, one.n_batch), n_ctx = one.n_ctx;
+// Pieces of a memory of which a sequence needs `each`, whatever its length: each one that runs may need so many, and those
+// that are kept in further positions need as many for each n_ctx of these.
+int64_t of_all(const PoolSizes& sizes, int64_t each) {
+    const int64_t n_ctx = sizes.of_sequence.n_ctx;
     const int64_t of_running = n_ctx + int64_t{kSegment} * (sizes.n_sequences - 1);
     const int64_t further = std::max<int64_t>(0, sizes.n_positions - of_running);
     return each * sizes.n_sequences + (each * further + n_ctx - 1) / n_ctx;
 }
 
-int n_segments(const PoolSizes& sizes, int window) {
-    return window ? static_cast<int>(segments_of_windows(sizes, window)) : segments_of(sizes.n_positions);
+int64_t segments_of_windows(const PoolSizes& sizes, int window) {
+    return of_all(sizes, KvMemory::n_segments_of(window, sizes.of_sequence.n_batch));
+}
+
+// Layers that share a memory.
+struct Alike {
+    LayerSizes layer;
+    std::vector<int> layers;
+
+    int n_layers() const { return static_cast<int>(layers.size()); }
+    const KvSizes* kv() const { return std::get_if<KvSizes>(&layer); }
+    const RecurrentSizes& recurrent() const { return std::get<RecurrentSizes>(layer); }
+    KvShape shape(KvType type) const { return {type, n_layers(), kv()->n_kv_heads, kv()->head_dim}; }
+    int64_t n_segments(const PoolSizes& sizes) const {
+        return kv()->window ? segments_of_windows(sizes, kv()->window) : segments_of(sizes.n_positions);
+    }
+    int64_t n_slots(const PoolSizes& sizes) const {
+        return of_all(sizes, RecurrentMemory::slots_of_sequence(recurrent(), n_layers()));
+    }
+    static int64_t n_rows(const PoolSizes& sizes) {
+        return int64_t{RecurrentMemory::kRowsOfSequence} * sizes.n_sequences;
+    }
+    size_t n_bytes(const PoolSizes& sizes) const;
+    std::unique_ptr<LayerMemory> memory(const PoolSizes& sizes) const;
+};
+
+size_t Alike::n_bytes(const PoolSizes& sizes) const {
+    if (kv()) return shape(sizes.of_sequence.type).segment_bytes() * static_cast<size_t>(n_segments(sizes));
+    return RecurrentMemory::n_bytes(recurrent(), n_layers(), static_cast<size_t>(n_slots(sizes)),
+                                    static_cast<size_t>(n_rows(sizes)));
+}
+
+std::unique_ptr<LayerMemory> Alike::memory(const PoolSizes& sizes) const {
+    const SequenceSizes& one = sizes.of_sequence;
+    if (kv())
+        return std::make_unique<KvMemory>(shape(one.type), kv()->window, one.n_batch,
+                                          static_cast<int>(n_segments(sizes)));
+    return std::make_unique<RecurrentMemory>(recurrent(), n_layers(), static_cast<int>(n_slots(sizes)),
+                                             static_cast<int>(n_rows(sizes)));
+}
+
+// A window that would hold no less than all of the sequences is none.
+LayerSizes kept_of(LayerSizes layer, const PoolSizes& sizes) {
+    KvSizes* kv = std::get_if<KvSizes>(&layer);
+    if (!kv) return layer;
+    if (kv->window >= sizes.of_sequence.n_ctx) kv->window = 0;  // it sees all
+    if (kv->window && segments_of_windows(sizes, kv->window) >= segments_of(sizes.n_positions)) kv->window = 0;
+    return layer;
 }
 
 std::vector<Alike> alike_of(const PoolSizes& sizes) {
     std::vector<Alike> found;
     const std::vector<LayerSizes>& layers = sizes.of_sequence.layers;
     for (int i = 0; i < static_cast<int>(layers.size()); i++) {
-        KvSizes layer = std::get<KvSizes>(layers[static_cast<size_t>(i)]);
-        if (layer.window >= sizes.of_sequence.n_ctx) layer.window = 0;  // it sees all
-        if (layer.window && segments_of_windows(sizes, layer.window) >= segments_of(sizes.n_positions))
-            layer.window = 0;
+        const LayerSizes layer = kept_of(layers[static_cast<size_t>(i)], sizes);
         const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) { return of.layer == layer; });
         if (same == found.end())
             found.push_back({layer, {i}});
@@ -52,20 +84,16 @@ std::vector<Alike> alike_of(const PoolSizes& sizes) {
 
 size_t SequencePool::n_bytes(const PoolSizes& sizes) {
     size_t n_bytes = 0;
-    for (const Alike& alike : alike_of(sizes)) {
-        n_bytes += alike.shape(sizes.of_sequence.type).segment_bytes() *
-                   static_cast<size_t>(n_segments(sizes, alike.layer.window));
-    }
+    for (const Alike& alike : alike_of(sizes)) n_bytes += alike.n_bytes(sizes);
     return n_bytes;
 }
 
 SequencePool::SequencePool(const PoolSizes& sizes) : sizes_(sizes), places_(sizes.of_sequence.layers.size()) {
-    const int n_batch = sizes.of_sequence.n_batch;
     for (const Alike& alike : alike_of(sizes)) {
-        const int window = alike.layer.window, number = static_cast<int>(memories_.size());
+        const int window = alike.kv() ? alike.kv()->window : 0, number = static_cast<int>(memories_.size());
+        const int n_batch = sizes.of_sequence.n_batch;
         if (window) n_unmoved_ = std::min(n_unmoved_, KvMemory::n_segments_of(window, n_batch) * kSegment);
-        memories_.push_back(std::make_unique<KvMemory>(alike.shape(sizes.of_sequence.type), window, n_batch,
-                                                       n_segments(sizes, window)));
+        memories_.push_back(alike.memory(sizes));
         int index = 0;
         for (const int layer : alike.layers) places_[static_cast<size_t>(layer)] = {number, index++};
     }
@@ -87,6 +115,13 @@ size_t SequencePool::window_bytes() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     size_t n_bytes = 0;
     for (const auto& memory : memories_) n_bytes += memory->is_window() ? memory->used_bytes() : 0;
+    return n_bytes;
+}
+
+size_t SequencePool::recurrent_bytes() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    size_t n_bytes = 0;
+    for (const auto& memory : memories_) n_bytes += memory->is_recurrent() ? memory->used_bytes() : 0;
     return n_bytes;
 }
 
@@ -173,7 +208,10 @@ void SequencePool::reserve(std::span<const Want> wants) {
         std::vector<Parked>& parked = of.pool->parked_;
         parked.erase(parked.begin(), parked.begin() + static_cast<std::ptrdiff_t>(of.n_dropped));
     }
-    for (const Want& want : wants) want.state->n_slots_ = want.n_slots;
+    for (const Want& want : wants) {
+        want.state->n_slots_ = want.n_slots;
+        want.state->is_running_ = true;
+    }
 }
 
 bool SequencePool::has_free(std::span<const Want> wants, bool by_batches) {
@@ -195,6 +233,14 @@ int SequencePool::reach(const States& states, int n_past) {
     for (int asked = -1; asked != n_past;) {
         asked = n_past;
         for (const auto& state : states) n_past = state->reach(n_past);
+    }
+    return n_past;
+}
+
+int SequencePool::shared_reach(const States& states, int n_past) {
+    for (int asked = -1; asked != n_past;) {
+        asked = n_past;
+        for (const auto& state : states) n_past = state->shared_reach(n_past);
     }
     return n_past;
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kv/kv_state.h"
+#include "kv/recurrent_state.h"
 
 // Keys and values. window: positions that a token sees, its own among them; 0 for all.
 struct KvSizes {
@@ -20,7 +21,7 @@ struct KvSizes {
 };
 
 // What the mixer of a layer keeps of a sequence, by its kind.
-using LayerSizes = std::variant<KvSizes>;
+using LayerSizes = std::variant<KvSizes, RecurrentSizes>;
 
 // n_batch: of a sequence that may be pending at once; see SequenceState::has_room.
 struct SequenceSizes {
@@ -63,7 +64,8 @@ public:
     // What is held when all of it is full.
     static size_t n_bytes(const PoolSizes& sizes);
     size_t used_bytes() const;
-    size_t window_bytes() const;  // of used_bytes, those of layers with a window
+    size_t window_bytes() const;     // of used_bytes, those of layers with a window
+    size_t recurrent_bytes() const;  // those of recurrent layers
 
     const PoolSizes& sizes() const { return sizes_; }
 
@@ -73,7 +75,7 @@ public:
         int n_slots;
     };
     // Makes these slots of several sequences, of any pools, their own, or throws CacheFull. There must be room, see
-    // SequenceState::has_room.
+    // SequenceState::has_room. A pass runs after them from here on, see SequenceState::end_pass.
     static void reserve(std::span<const Want> wants);
     // Whether reserve would do it now, for sequences of this pool; by_batches: for slots that are committed n_batch at a
     // time.
@@ -101,6 +103,7 @@ private:
     struct Claim;
 
     static int reach(const States& states, int n_past);
+    static int shared_reach(const States& states, int n_past);
     States new_states() const;
     std::vector<Parked>::iterator find(int number);
     // Both with the lock.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kv/sequence_pool.h"
@@ -23,13 +24,21 @@ public:
     int n_pending() const { return n_slots_ - n_past_; }
     KvHead head(int layer, int kv_head) const {
         const Place& place = places_[static_cast<size_t>(layer)];
-        return place.state->head(place.index, kv_head);
+        return place.kv->head(place.index, kv_head);
+    }
+    // The state of a recurrent layer, and the number of the layer in it.
+    std::pair<RecurrentState*, int> recurrent(int layer) const {
+        const Place& place = places_[static_cast<size_t>(layer)];
+        return {place.recurrent, place.index};
     }
 
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
     bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes().n_batch || n_slots <= pool_->n_unmoved_; }
-    // Makes these slots this sequence's own; see SequencePool::reserve.
-    void reserve(int n_slots);
+    // Whether recurrent layers can run n rows after n_pending pending ones: all of a long chain that is pending, or none, a
+    // tree of RecurrentState::kMostRows at most. parents: (n_pending + n,), see begin.
+    bool can_begin(const int32_t* parents, int n_pending, int n) const;
+    // Whether the first n pending rows can be committed: of a long chain in recurrent layers none, or no fewer than it has.
+    bool can_commit(int n) const;
     // Moves these slots after n_past, ascending, to n_past, n_past + 1, ...
     void commit(const int32_t* path, int n);
 
@@ -37,6 +46,11 @@ public:
     int reach(int n_past) const;
     // Forgets what is after the first n_past tokens, or after fewer; gives how many there are then.
     int truncate(int n_past);
+    // The length that another sequence reaches when it shares this one, also while a pass runs after it.
+    int shared_reach(int n_past) const;
+
+    // A request begins: it may come back to here.
+    void mark();
 
     // Keeps the sequence in the pool under a number.
     int park();
@@ -49,15 +63,20 @@ public:
 
     // Gives the memory back, once no pass runs. The sequence is empty then.
     void close();
-    // A pass runs from here on, or has ended.
-    void begin_pass();
+
+    // ---- a pass, for which SequencePool::reserve made room ----
+
+    // Rows n_pending .. n_pending + n - 1 of what is pending are about to run; parents: of all, a row or -1.
+    void begin(const int32_t* parents, int n_pending, int n);
+    // The pass has ended, or has not begun.
     void end_pass();
 
 private:
     friend class SequencePool;
 
     struct Place {
-        KvState* state;
+        KvState* kv;
+        RecurrentState* recurrent;
         int index;  // of the layer among those of the state
     };
 
@@ -66,7 +85,8 @@ private:
 
     std::shared_ptr<SequencePool> pool_;
     SequencePool::States states_;
-    std::vector<Place> places_;  // by layer
+    std::vector<RecurrentState*> recurrences_;  // of these
+    std::vector<Place> places_;                 // by layer
     int n_past_ = 0, n_slots_ = 0;
     bool is_running_ = false, is_closed_ = false;
 };

@@ -14,13 +14,16 @@ import pytest
 from exactness import branch_to, same_bits
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted_every
 from tiny_heads import write_tiny_head
+from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import Architecture, write_tiny_model
 
 from edgeinfer.backends.base import PooledModel, Rows, run_sequence
 from edgeinfer.backends.checks import common_length
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, load_head, plan_head
-from edgeinfer.common.errors import CacheFull, EdgeInferError, InvalidArgument
+from edgeinfer.common.errors import CacheFull, EdgeInferError, Interrupted, InvalidArgument
+from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.common.types import Device
 from edgeinfer.models import read_spec
@@ -40,6 +43,15 @@ def load(path: Path, n_ctx: int = 1024, n_batch: int = 32, **settings: Any) -> N
     )
 
 
+def write_hybrid(folder: Path, kind: str) -> Path:
+    """kind: an architecture, or "states" for recurrent layers alone."""
+    path = folder / "m.gguf"
+    if kind == "states":
+        return write_tiny_hybrid(path, "qwen35", "Q8_0", kinds=["recurrent"] * 2, n_ctx_train=2048)
+    architecture: HybridArchitecture = "lfm2" if kind == "lfm2" else "qwen35"
+    return write_tiny_hybrid(path, architecture, "Q8_0", n_ctx_train=2048)
+
+
 def planned(path: Path, n_ctx: int = 1024, n_batch: int = 32, **settings: Any) -> tuple[int, int]:
     """(bytes of the KV cache, positions that all texts share)."""
     with ModelFile.open(path) as file:
@@ -55,6 +67,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "m.gguf", "gemma2", "Q8_0", head_dim=32)
+
+
+@pytest.fixture(scope="module", params=["qwen35", "lfm2", "states"])
+def hybrid(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_hybrid(tmp_path_factory.mktemp("tiny"), request.param)
 
 
 def some(rng: np.random.Generator, n: int) -> list[int]:
@@ -88,11 +105,12 @@ class Walk:
     sessions: list[NativeSession] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     known: list[list[int]] = field(default_factory=lambda: [[]])
+    n_sessions: int = 8
     n_full: int = 0
     n_shared: int = 0
 
     def __post_init__(self) -> None:
-        for _ in range(8):
+        for _ in range(self.n_sessions):
             self.sessions.append(self.model.session())
             self.texts.append([])
 
@@ -163,9 +181,12 @@ class Walk:
         self.sessions[i].close()
         self.sessions[i], self.texts[i] = self.model.session(), []
 
-    def step(self) -> None:
+    def kinds(self) -> list[Callable[[int], None]]:
         kinds: list[Callable[[int], None]] = [self.read, self.read, self.verify, self.verify_some, self.truncate]
-        kinds += [self.reuse, self.reuse, self.park, self.close]
+        return [*kinds, self.reuse, self.reuse, self.park, self.close]
+
+    def step(self) -> None:
+        kinds = self.kinds()
         i = self.below(len(self.sessions))
         try:
             kinds[self.below(len(kinds))](i)
@@ -184,6 +205,49 @@ class Walk:
             return
         found = self.sessions[i].forward(last, logits="all").logits
         assert same_bits(found, after(self.lone, self.texts[i], last))
+
+
+class HybridWalk(Walk):
+    """Of a model with recurrent layers: a text can be cut to some lengths, and a pass that is stopped is half done."""
+
+    n_stopped = 0
+    n_between: int = 0  # cuts to other lengths than were asked for
+
+    @override
+    def truncate(self, i: int) -> None:
+        n = max(0, len(self.texts[i]) - self.below(400 if self.below(4) == 0 else 40))
+        reached = self.sessions[i].truncate(n)
+        assert reached <= n
+        self.n_between += 0 < reached < n
+        del self.texts[i][reached:]
+
+    def read_together(self, i: int) -> None:
+        """Chains that are cut where passes are full, so that parts of them are pending before the rest."""
+        others = [other for other in range(len(self.sessions)) if other != i and self.below(2)][:4]
+        chosen = [one for one in (i, *others) if len(self.texts[one]) + 100 <= self.model.n_ctx]
+        chains = [some(self.rng, 1 + self.below(100)) for _ in chosen]
+        if chosen:
+            self.model.forward([Rows(self.sessions[one], chain) for one, chain in zip(chosen, chains, strict=True)])
+        for one, chain in zip(chosen, chains, strict=True):
+            kept = len(chain) if self.below(3) else self.below(len(chain))
+            self.sessions[one].commit(range(kept))
+            self.texts[one] += chain[:kept]
+
+    def stop(self, i: int) -> None:
+        """Until it happened once, or not at all: these models are fast."""
+        n = min(64, self.model.n_ctx - len(self.texts[i]))
+        for _ in range(8 if n else 0):
+            try:
+                with interrupted_every(0.0001, self.sessions[i]):
+                    self.sessions[i].forward(some(self.rng, 1 + self.below(n)))
+            except Interrupted:
+                self.n_stopped += 1
+                break
+        self.sessions[i].commit([])
+
+    @override
+    def kinds(self) -> list[Callable[[int], None]]:
+        return [*super().kinds(), self.truncate, self.stop, self.stop, self.read_together]
 
 
 @pytest.mark.parametrize("cache_type", get_args(CacheType))
@@ -205,6 +269,33 @@ def test_whatever_is_done_each_text_has_its_bits(
     use = walks[0].sessions[0].memory()
     assert use.kv_cache <= planned(path, n_ctx, parallel=parallel, cache_type=cache_type)[0]
     assert (use.windows > 0) == (architecture != "llama")
+
+
+@pytest.mark.parametrize(
+    "kind, parallel, n_sessions, is_full",
+    [
+        ("qwen35", 1, 6, True),
+        ("qwen35", 4, 8, True),
+        ("lfm2", 2, 8, True),
+        ("states", 1, 20, True),
+        ("states", 6, 6, False),
+    ],
+)
+def test_whatever_is_done_each_text_of_a_hybrid_has_its_bits(
+    kind: str, parallel: int, n_sessions: int, is_full: bool, tmp_path: Path
+) -> None:
+    path = write_hybrid(tmp_path, kind)
+    model, lone = load(path, 640, 64, parallel=parallel), load(path, 640, 640)
+    walks = [HybridWalk(model, lone, np.random.default_rng(seed), n_sessions=n_sessions) for seed in range(4)]
+    for walk in walks:
+        for _ in range(200):
+            walk.step()
+        for session in walk.sessions:
+            session.park()
+    assert (sum(walk.n_full for walk in walks) > 3) == is_full
+    assert sum(walk.n_shared for walk in walks) > 5
+    assert sum(walk.n_between for walk in walks) > 3 and sum(walk.n_stopped for walk in walks) > 0
+    assert walks[0].sessions[0].memory().kv_cache <= planned(path, 640, 64, parallel=parallel)[0]
 
 
 @given(st.lists(st.integers(0, 1), max_size=200), st.lists(st.integers(0, 1), max_size=200), st.integers(0, 200))
@@ -234,6 +325,44 @@ def test_a_common_beginning_is_held_once(llama: Path, rng: np.random.Generator) 
     for i, session in enumerate(others):
         assert same_bits(session.forward([5]).logits, after(model, [*start, i, 2 * i], [5]))
     assert same_bits(first.forward([5]).logits, after(model, [*start, 7, 9], [5]))
+
+
+def test_a_hybrid_s_text_is_forked_where_it_ends(hybrid: Path, rng: np.random.Generator) -> None:
+    """Its rows that are in no state yet are shared too."""
+    model, start = load(hybrid, parallel=4), some(rng, 200)
+    first = model.session()
+    run_sequence(first, start)
+    first.forward(nodes := some(rng, 4), [-1, 0, -1, 2])
+    first.commit([2, 3])
+    text = [*start, nodes[2], nodes[3]]
+    taken = used(first)
+    forks = [model.session() for _ in range(3)]
+    assert [fork.reuse_prefix([*text[: 202 - i], 0]) for i, fork in enumerate(forks)] == [202, 201, 200]
+    assert used(first) == taken
+    for i, fork in enumerate(forks):
+        assert same_bits(fork.forward([9, i], logits="all").logits, after(model, text[: 202 - i], [9, i]))
+    first.forward(more := some(rng, 5), [-1, 0, 0, 1, 3])
+    assert model.session().reuse_prefix([*text, *more]) == 202  # not what is pending
+    first.commit([0, 1, 3, 4])
+    text += [more[0], more[1], more[3], more[4]]
+    assert same_bits(first.forward([5]).logits, after(model, text, [5]))
+    for i, fork in enumerate(forks):
+        fork.commit([0, 1])
+        assert same_bits(fork.forward([5]).logits, after(model, [*text[: 202 - i], 9, i], [5]))
+
+
+def test_a_hybrid_s_text_that_is_parked_is_another_session_s(hybrid: Path, rng: np.random.Generator) -> None:
+    model, text = load(hybrid, n_batch=256, parallel=2), some(rng, 300)
+    first, second = model.session(), model.session()
+    run_sequence(first, text)
+    for token in text[:3]:
+        run_sequence(first, [token])
+    first.park()
+    first.close()
+    reached = second.reuse_prefix([*text, *text[:3], 0])
+    assert reached == 302  # the row of the last token is in no state yet
+    assert same_bits(second.forward([5]).logits, after(model, [*text, *text[:2]], [5]))
+    assert model.session().reuse_prefix([*text[:290], 0]) == 268  # a checkpoint, 32 tokens before the end of the prompt
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
@@ -363,6 +492,46 @@ def test_windows_have_room_for_all_texts_that_run(gemma: Path, rng: np.random.Ge
         assert 0 < sessions[0].memory().windows < used(sessions[0]) <= n_bytes
 
 
+def test_states_are_planned_for_the_texts_that_run(hybrid: Path, rng: np.random.Generator) -> None:
+    with ModelFile.open(hybrid) as file:
+        spec, backend = read_spec(file), NativeBackend()
+        uses = [backend.plan(file, spec, LoadSettings(1024, n_batch=64, parallel=n)).use for n in (1, 3)]
+    assert 0 < 3 * uses[0].states == uses[1].states <= uses[1].kv_cache
+    model = load(hybrid, n_batch=64, parallel=3)
+    sessions = [model.session() for _ in range(3)]
+    for _ in range(5):
+        model.forward([Rows(session, some(rng, 20)) for session in sessions])  # of which less is kept than can be
+        for session in sessions:
+            session.commit(range(int(rng.integers(20))))
+            run_sequence(session, some(rng, 50))
+    use = sessions[0].memory()
+    assert uses[1].states / 3 < use.states <= uses[1].states
+    assert (use.kv_cache > use.states) == (uses[1].kv_cache > uses[1].states)
+
+
+def test_a_text_that_runs_takes_the_place_of_states_that_are_kept(tmp_path: Path, rng: np.random.Generator) -> None:
+    model = load(write_hybrid(tmp_path, "states"), 512, 64)  # 18 states
+    session, texts = model.session(), [some(rng, 128) for _ in range(12)]
+    for text in texts:
+        run_sequence(session, text)
+        session.park()
+    parked = model._shared().core.parked()
+    assert 0 < len(parked) < 12 and parked == list(range(12 - len(parked), 12))
+    assert [session.reuse_prefix([*text, 0]) for text in texts[:-1]][-2:] == [128, 128]
+    session.close()
+    others = [model.session() for _ in range(30)]
+    with pytest.raises(CacheFull):
+        for other in others:
+            run_sequence(other, texts[0])
+    assert model._shared().core.parked() == []
+    n_read = sum(other.n_past == 128 for other in others)
+    assert 8 <= n_read < 18
+    for other in others[:n_read]:
+        other.reuse_prefix([7])
+        assert other.n_past == 0
+    assert others[-1].has_room(512)
+
+
 def windowed(window: int, n_ctx: int, n_batch: int) -> _core.DecoderConfig:
     """Sizes of a model whose layers all have windows."""
     config = _core.DecoderConfig(n_vocab=8, n_logits=8, n_embd=32, n_ctx=n_ctx, n_batch=n_batch, norm_epsilon=1e-5)
@@ -441,8 +610,10 @@ def test_a_full_cache_forgets_no_parked_text_in_vain(llama: Path, rng: np.random
     assert third.reuse_prefix([*parked, 1]) == 100
 
 
-def test_what_has_room_says_is_what_a_pass_does(rng: np.random.Generator, llama: Path, gemma: Path) -> None:
-    for path in (llama, gemma):
+def test_what_has_room_says_is_what_a_pass_does(
+    rng: np.random.Generator, llama: Path, gemma: Path, tmp_path: Path
+) -> None:
+    for path in (llama, gemma, write_hybrid(tmp_path, "qwen35")):
         model = load(path, 512, parallel=3)
         sessions, said = [model.session() for _ in range(4)], set()
         for turn in range(300):
@@ -473,6 +644,24 @@ def test_what_has_room_says_is_what_a_pass_does(rng: np.random.Generator, llama:
             elif session.n_past + 40 <= 512 and session.has_room(40):
                 run_sequence(session, some(rng, 40))
         assert said == {True, False}
+
+
+def test_what_has_room_says_of_states(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Also of what is committed in several passes."""
+    model, said = load(write_hybrid(tmp_path, "states"), 512, 64), set()
+    sessions = [model.session() for _ in range(16)]
+    for _ in range(400):
+        chosen = [one for one in sessions if rng.random() < 0.4 and one.n_past < 400]
+        wants = [(one, int(rng.choice([1, 3, 50, 100]))) for one in chosen]
+        parked = model._shared().core.parked()
+        said.add(has_room := model.has_room(wants))
+        assert parked == model._shared().core.parked()
+        if has_room:
+            for one, n in wants:
+                run_sequence(one, some(rng, n))
+        else:
+            sessions[int(rng.integers(16))].park()
+    assert said == {True, False}
 
 
 def test_room_for_a_long_answer(llama: Path, gemma: Path, rng: np.random.Generator) -> None:
@@ -561,6 +750,62 @@ def test_sessions_may_go_while_a_pass_runs(llama: Path, rng: np.random.Generator
         ended.set()
         thread.join()
     assert model.session().has_room(1500)
+
+
+def test_a_hybrid_s_text_is_shared_while_a_pass_writes_to_its_state(hybrid: Path, rng: np.random.Generator) -> None:
+    """Then an earlier state is what others find."""
+    model, lone = load(hybrid, 512, 256, parallel=4), load(hybrid, 512, 512)
+    text, ended, found = some(rng, 400), threading.Event(), []
+    first = model.session()
+    run_sequence(first, text[:250])
+
+    def fork() -> None:
+        while not ended.is_set():
+            session = model.session()
+            found.append((session.reuse_prefix(text), session.forward([5]).logits.copy()))
+            session.close()
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    try:
+        for at in range(250, 370):
+            first.forward(text[at : at + 30])
+            first.commit([0])
+    finally:
+        ended.set()
+        thread.join()
+    expected = {n: after(lone, text[:n], [5]) for n in {reached for reached, _ in found} | {370}}
+    assert found and all(same_bits(logits, expected[reached]) for reached, logits in found)
+    assert set(expected) <= {218, *range(249, 371)}
+    assert same_bits(first.forward([5]).logits, expected[370])
+
+
+def test_a_state_that_a_stopped_pass_left_half_done_is_nobody_else_s(hybrid: Path, rng: np.random.Generator) -> None:
+    model, n_torn = load(hybrid, 512, 256, parallel=3), 0
+    for _ in range(3000):  # passes are short, and few are stopped within one of these layers
+        if n_torn > 2:
+            break
+        first, second, text = model.session(), model.session(), some(rng, 100)
+        run_sequence(first, text)
+        for token in text[:5]:
+            run_sequence(first, [token])
+        text += text[:5]
+        try:
+            with interrupted_every(0.0001, first):
+                first.forward(some(rng, 30))
+        except Interrupted:
+            reached = second.reuse_prefix(text)
+            assert reached in (68, 105)
+            n_torn += (is_torn := reached == 68)
+            assert same_bits(second.forward([5]).logits, after(model, text[:reached], [5]))
+            assert first.reuse_prefix(text) == 105  # a request begins: the state that is half done is no checkpoint
+            run_sequence(first, more := some(rng, 60))
+            assert first.truncate(110) in ((68,) if is_torn else (104, 105))
+            n = first.n_past
+            assert same_bits(first.forward([5]).logits, after(model, [*text, *more][:n], [5]))
+        first.close()
+        second.close()
+    assert n_torn > 2
 
 
 def test_heads_have_memory_of_their_own(llama: Path, tmp_path: Path, rng: np.random.Generator) -> None:

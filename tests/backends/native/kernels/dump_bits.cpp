@@ -14,9 +14,9 @@
 
 #include "decoder.h"
 #include "experts/records.h"
+#include "experts/router.h"
 #include "packing/packing.h"
 #include "random_weights.h"
-#include "experts/router.h"
 
 namespace {
 
@@ -152,6 +152,41 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     report(kernels, "store_value", halves);
 }
 
+// A block of 32 columns of a state, and one of 16.
+void recurrence(const Kernels& kernels) {
+    Numbers numbers;
+    const int n = 48;
+    std::vector<float> x = numbers.floats(1024), w = numbers.floats(4096), out(1024);
+    const float* rows[] = {x.data(), x.data() + 16, w.data(), x.data() + 32};
+    kernels.convolve(rows, w.data(), 960, 4, 960, true, out.data());
+    report(kernels, "convolve", out);
+    out[0] = kernels.dot_product(x.data(), w.data(), 960);
+    report(kernels, "dot_product", out);
+    kernels.unit_length(out.data(), 960, 1e-6f, 0.3f);
+    report(kernels, "unit_length", out);
+    std::vector<float> rate = x;
+    for (float& value : rate) value = -std::abs(value);
+    out = numbers.floats(1024);
+    for (float& value : out) value *= 20;
+    kernels.decays(out.data(), w.data(), rate.data(), 1024);
+    report(kernels, "decays", out);
+    for (const int width : {16, 32}) {
+        std::vector<float> state = numbers.floats(static_cast<size_t>(n * width)), u(32), v(32), d(32), y(32);
+        kernels.delta_read(state.data(), n, width, x.data(), w.data(), u.data(), v.data());
+        kernels.delta_values(width, u.data(), v.data(), x.data(), 0.9f, 0.4f, 0.2f, d.data(), y.data());
+        report(kernels, "delta_values-" + std::to_string(width), y);
+        std::vector<float> next(state.size());
+        kernels.delta_update(state.data(), next.data(), n, width, x.data(), d.data(), 0.9f, nullptr, nullptr, nullptr,
+                             nullptr);
+        kernels.delta_update(state.data(), state.data(), n, width, x.data(), d.data(), 0.9f, w.data(), x.data(),
+                             u.data(), v.data());
+        if (next != state) std::exit(1);
+        state.insert(state.end(), u.begin(), u.end());
+        state.insert(state.end(), v.begin(), v.end());
+        report(kernels, "delta_update-" + std::to_string(width), state);
+    }
+}
+
 // Experts of rows, and their weights: with equal products, zeros of both signs, infinities and numbers that are none.
 void routing(const Kernels& kernels) {
     Numbers numbers;
@@ -180,7 +215,7 @@ void routing(const Kernels& kernels) {
     }
 }
 
-enum class SecondLayer { Dense, Experts };
+enum class SecondLayer { Dense, Experts, DeltaNet, ShortConv };
 
 // A decoder of random weights in one format, with everything that only some architectures have for some of them.
 class RandomDecoder {
@@ -189,6 +224,9 @@ public:
         : format_(format), weights_(std::make_shared<Weights>(size_t{16} << 20, nullptr, nullptr)) {
         config_ = config_of(format, kv_type);
         if (second == SecondLayer::Experts) config_.layers[1].ffn = experts_of(format);
+        if (second == SecondLayer::DeltaNet) config_.layers[1].mixer = DeltaNetConfig{2, 6, 48, 4, true, false};
+        if (second == SecondLayer::ShortConv) config_.layers[1].mixer = ShortConvConfig{256, 3};
+        if (second == SecondLayer::DeltaNet) std::get<AttentionConfig>(config_.layers[0].mixer).gated = true;
         for (int layer = 0; layer < config_.n_layers(); layer++) add_layer(layer);
         if (format == Format::Q4_0) {
             front_.kind = FrontKind::GatedFusion;
@@ -239,8 +277,33 @@ private:
     void add_layer(int layer) {
         const std::string mixer = "layers." + std::to_string(layer) + ".mixer.";
         const std::string ffn = "layers." + std::to_string(layer) + ".ffn.";
-        const AttentionConfig& attention = *config_.layers[static_cast<size_t>(layer)].attention();
-        vector(mixer + "norm", 256), vector(ffn + "norm", 256), vector(mixer + "q_bias", 288);
+        const LayerConfig& config = config_.layers[static_cast<size_t>(layer)];
+        vector(mixer + "norm", 256), vector(ffn + "norm", 256);
+        if (config.delta_net()) {
+            add_delta_net(mixer, *config.delta_net());
+        } else if (config.short_conv()) {
+            vector(mixer + "conv", 3 * 256);
+            matrix(mixer + "input", 3 * 256, 256), matrix(mixer + "output", 256, 256);
+        } else {
+            add_attention(mixer, ffn, *config.attention());
+        }
+        if (config.experts()) return add_experts(ffn);
+        matrix(ffn + "gate", 512, 256), matrix(ffn + "up", 512, 256), matrix(ffn + "down", 256, 512);
+    }
+
+    void add_delta_net(const std::string& mixer, const DeltaNetConfig& net) {
+        std::vector<float> decay = numbers_.floats(static_cast<size_t>(net.n_value_heads));
+        for (float& value : decay) value = -0.1f * std::abs(value);
+        weights_->set_vector(mixer + "decay", decay.data(), net.n_value_heads);
+        vector(mixer + "step_bias", net.n_value_heads), vector(mixer + "out_norm", net.head_dim);
+        vector(mixer + "conv", net.n_conv * net.n_channels());
+        matrix(mixer + "qkv", net.n_channels(), 256), matrix(mixer + "gate", net.n_v(), 256);
+        matrix(mixer + "beta", net.n_value_heads, 256), matrix(mixer + "alpha", net.n_value_heads, 256);
+        matrix(mixer + "output", 256, net.n_v());
+    }
+
+    void add_attention(const std::string& mixer, const std::string& ffn, const AttentionConfig& attention) {
+        vector(mixer + "q_bias", attention.n_q_rows());
         if (attention.key_bias) vector(mixer + "k_bias", 96);
         if (attention.qk_norm == QKNorm::PerHead) {
             vector(mixer + "q_norm", attention.head_dim), vector(mixer + "k_norm", attention.head_dim);
@@ -248,10 +311,8 @@ private:
         }
         if (format_ == Format::MXFP4) vector(mixer + "sinks", attention.n_heads);
         if (format_ == Format::I2_S) vector(mixer + "sub_norm", 288), vector(ffn + "sub_norm", 512);
-        matrix(mixer + "q", 288, 256), matrix(mixer + "k", 96, 256), matrix(mixer + "v", 96, 256);
+        matrix(mixer + "q", attention.n_q_rows(), 256), matrix(mixer + "k", 96, 256), matrix(mixer + "v", 96, 256);
         matrix(mixer + "output", 256, 288);
-        if (config_.layers[static_cast<size_t>(layer)].experts()) return add_experts(ffn);
-        matrix(ffn + "gate", 512, 256), matrix(ffn + "up", 512, 256), matrix(ffn + "down", 256, 512);
     }
 
     static ExpertsConfig experts_of(Format format) {
@@ -348,6 +409,30 @@ void passes(const Kernels& kernels, const std::string& name, RandomDecoder& rand
     pass(chain, 1);
 }
 
+// A chain that is too long for rows of recurrent layers, in two passes, and a token after it.
+void long_chain(const Kernels& kernels, const std::string& name, RandomDecoder& random) {
+    const int n = 30;
+    std::vector<int32_t> tokens(2 * n), chain(2 * n);
+    for (int i = 0; i < 2 * n; i++)
+        tokens[static_cast<size_t>(i)] = (11 * i + 5) % 300, chain[static_cast<size_t>(i)] = i - 1;
+    std::vector<int32_t> rows = chain;
+    for (int32_t& row : rows) row++;
+    const std::vector<float> features = random.features(2 * n * 256);
+    const auto pass = [&](int n_pending, int n_tokens) {
+        std::vector<float> logits(static_cast<size_t>(n_tokens) * 300);
+        const SequenceRows text{&random.state(), 128,      tokens.data() + n_pending,
+                                chain.data(),    n_tokens, n_pending,
+                                features.data(), nullptr,  0,
+                                nullptr,         size_t{0}};
+        random.decoder().forward({&text, 1}, rows.data(), n_tokens, logits.data(), 0, [] { return false; });
+        report(kernels, name + "-long-" + std::to_string(n_pending) + "-" + std::to_string(n_tokens), logits);
+    };
+    pass(0, n);
+    pass(n, n);
+    random.state().commit(rows.data(), 2 * n);
+    pass(0, 1);
+}
+
 // Whether the decoder of this format has something in its attention or before it that only some have, which meets each
 // type of the cache in code of its own.
 bool has_other_attention(Format format) {
@@ -371,6 +456,14 @@ void decoders(const Kernels& kernels, bool few) {
             RandomDecoder random(kernels, format, kv_type, SecondLayer::Dense);
             passes(kernels, name("decoder-", static_cast<int>(kv_type), format), random);
         }
+        if (format == Format::Q8_0) {
+            for (const SecondLayer second : {SecondLayer::DeltaNet, SecondLayer::ShortConv}) {
+                RandomDecoder random(kernels, format, KvType::F16, second);
+                const std::string kind = second == SecondLayer::DeltaNet ? "delta-net" : "short-conv";
+                passes(kernels, kind, random);
+                long_chain(kernels, kind, random);
+            }
+        }
         if (format == Format::I2_S || (few && !has_other_experts(format))) continue;  // I2_S: not of experts
         RandomDecoder random(kernels, format, KvType::F16, SecondLayer::Experts);
         passes(kernels, "experts-" + std::to_string(static_cast<int>(format)), random);
@@ -388,6 +481,7 @@ int main(int n_arguments, char** arguments) {
         if (!all_sets && !named.count(kernels.name)) continue;
         matrices(kernels);
         the_rest_of_a_layer(kernels);
+        recurrence(kernels);
         routing(kernels);
         decoders(kernels, few);
     }
