@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from other_models import write_experts, write_gpt2, write_lfm2, write_mamba
+from other_models import write_experts, write_gpt2, write_mamba
 from peer import clear_choices, llama_cpp_logits
 from tiny_models import quantize, write_tiny_model
 
@@ -35,7 +35,6 @@ def write_iq4_nl(path: Path) -> Path:
 LACKING: dict[str, tuple[Callable[[Path], Path], str]] = {  # with what is said of them
     "gpt2": (write_gpt2, "architecture 'gpt2' is not supported"),
     "mamba": (write_mamba, "architecture 'mamba' is not supported"),
-    "lfm2": (write_lfm2, "layers.0.mixer is a block ShortConv, which the native backend cannot run"),
     "experts": (write_experts, "granite.expert_count is set"),
     "IQ4_NL": (write_iq4_nl, "tensor blk.0.ffn_down.weight (96, 288) has type IQ4_NL, which the native engine lacks"),
 }
