@@ -29,6 +29,7 @@ from edgeinfer.common.errors import (
     warn,
 )
 from edgeinfer.common.one_process import OfOneProcess
+from edgeinfer.common.settings import DEFAULT_TBT_MS
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.constraints.options import Wanted, split_options, wanted_of
@@ -54,6 +55,7 @@ from edgeinfer.ranking import ranking_prompt
 from edgeinfer.repetition import breakers_of
 from edgeinfer.sampling import SamplingOptions, SamplingParams, sample
 from edgeinfer.sampling_defaults import default_params
+from edgeinfer.scheduling.pace import Pace
 from edgeinfer.scheduling.request import Request
 from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
@@ -81,6 +83,7 @@ class Loaded:
     backend: str  # its name
     ledger: Ledger = Ledger(())  # what was planned for the whole process
     n_parallel: int = 1  # most texts that run at once
+    tbt: float = DEFAULT_TBT_MS  # milliseconds of a pass that reads a prompt beside texts that run
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ class Engine(OfOneProcess):
         self.default_params, _ = default_params(file)
         self._opened = opened
         self._breakers = lru_cache(maxsize=4)(partial(breakers_of, tokenizer=tokenizer))
-        self.scheduler = Scheduler(session, loaded.n_parallel, loaded.plan.n_batch)
+        self.scheduler = Scheduler(session, loaded.n_parallel, loaded.plan.n_batch, Pace(loaded.tbt))
         self.scheduler.speculator = helpers.speculator
         self.experts = helpers.experts
         self.device_experts = helpers.device_experts

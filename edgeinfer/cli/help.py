@@ -33,7 +33,7 @@ _SAMPLING = (
 )
 _CONSTRAINTS = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex", "choices")
 _ASKED = {
-    "Model": _MODEL,
+    "Model": (*_MODEL, "tbt"),
     "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
     "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,

@@ -274,6 +274,7 @@ _MODEL_OPTIONS = (
     load_option("draft_device"),
     load_option("draft_max", type=_DraftMax(0)),
     load_option("draft_memory", type=FileName()),
+    load_option("tbt", type=click.FloatRange(1, 1e6)),
 )
 backend_option = load_option(
     "backend", type=Choice(_BACKENDS, **{_SIMULATED: "`edgeinfer fpga simulate` runs a model on this backend."})

@@ -25,6 +25,7 @@ Check: TypeAlias = Callable[[str, object], object]  # of a name and a value; giv
 _Class = TypeVar("_Class", bound=type)
 _KEY, _WIDTH = "option", 120
 MAX_PARALLEL, DEFAULT_PARALLEL = 64, 4
+DEFAULT_TBT_MS = 100.0  # target of the time between two tokens of a text (Sarathi-Serve, arXiv:2403.02310)
 DEFAULT_DRAFT_MAX = 31  # draft tokens of a pass, by default and at most: no cost of more is measured
 
 

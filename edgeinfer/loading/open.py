@@ -78,7 +78,8 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         opened.callback(device_experts.close)
     file.unmap()
     give_back_freed()
-    loaded = Loaded(file, planned.plan, planned.device, planned.backend.name, plan.ledger, planned.plan.n_sequences)
+    n_parallel, name = planned.plan.n_sequences, planned.backend.name
+    loaded = Loaded(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt)
     return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts))
 
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
-from edgeinfer.common.arguments import MAX_INT32, check_callback, check_flag, check_text, shown
+from edgeinfer.common.arguments import MAX_INT32, check_callback, check_flag, check_number, check_text, shown
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.settings import (
     DEFAULT_DRAFT_MAX,
+    DEFAULT_TBT_MS,
     PlanKeywords,
     PlanOptions,
     TernaryBits,
@@ -52,6 +53,7 @@ class LoadKeywords(PlanKeywords, total=False):
     verify: bool
     fpga_folder: FileName | None
     budget: str | int | None
+    tbt: float
     progress: Callable[[float], None] | None
 
 
@@ -118,6 +120,10 @@ def _folder(name: str, value: object) -> object:
     if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value):
         raise InvalidArgument(f"{name} must be the name of a folder or None: found {shown(value)}")
     return value
+
+
+def _milliseconds(name: str, value: object) -> object:
+    return check_number(name, value, 1, 1e6)
 
 
 def _callback(name: str, value: object) -> object:
@@ -278,6 +284,17 @@ class LoadOptions(PlanOptions):
         "in this order and with a RuntimeWarning, smaller draft tables, no draft model or head, a smaller expert "
         "cache, and smaller batches; the text is the same. A model that does not fit then raises BudgetExceeded, which "
         "says what would.",
+    )
+    tbt: float = option(
+        DEFAULT_TBT_MS,
+        "--tbt",
+        check=_milliseconds,
+        metavar="MS",
+        help="Target of the time between two tokens of a text while a prompt of another one is read.  "
+        f"[default: {DEFAULT_TBT_MS:g}]",
+        text="milliseconds that a pass should take at most while texts run and a prompt of another one is read: the "
+        "prompt goes in pieces of at least 32 tokens. More reads prompts sooner and lets running texts wait longer "
+        "(TBT of Sarathi-Serve, Agrawal et al., arXiv:2403.02310).",
     )
     progress: Callable[[float], None] | None = option(
         None, check=_callback, text="called with the share of the weights that is loaded, 0..1."

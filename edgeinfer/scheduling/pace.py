@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-DEFAULT_TBT_MS = 100.0  # target of the time between two tokens of a text (TBT of Sarathi-Serve, arXiv:2403.02310)
+from edgeinfer.common.settings import DEFAULT_TBT_MS
+
 LEAST_PIECE = 32  # tokens of a prompt that a pass takes at least
 _DECAY = 0.7  # of what was measured, with each pass that reads
 
 
 class Pace:
-    """Measures what reading takes, and says how many tokens of prompts a pass may take."""
+    """Measures what reading takes, and says how many tokens of prompts a pass may take.
+
+    target_ms: of a pass in which texts decode too.
+    """
 
     def __init__(self, target_ms: float = DEFAULT_TBT_MS) -> None:
         self.target_ms = target_ms

@@ -56,13 +56,13 @@ class Scheduler:
 
     session: the model's first; with a pooled model (PooledModel) up to its n_sequences texts run at once, else one
     after the other.  n_batch: most rows of a pass.  speculator: drafts for texts that begin from now on; None for none.
-    most_waiting: texts that may wait for a place before a request raises EngineBusy.
+    pace: how much of a prompt goes into a pass.  most_waiting: texts that may wait for a place before a request raises EngineBusy.
     """
 
-    def __init__(self, session: Session, n_parallel: int, n_batch: int) -> None:
+    def __init__(self, session: Session, n_parallel: int, n_batch: int, pace: Pace | None = None) -> None:
         self.speculator: Speculator | None = None
         self.most_waiting = MOST_WAITING
-        self.pace = Pace()
+        self._pace = Pace() if pace is None else pace
         self._places = Places(session, n_parallel)
         self._model, self._n_batch = session.model, n_batch
         self._condition = threading.Condition(threading.RLock())
@@ -255,7 +255,7 @@ class Scheduler:
         except BaseException as error:
             self._failed(running, error)
         else:
-            self.pace.count(len(chosen.decoding), sum(_n_of(rows) for _, rows in chosen.reading), 1e3 * seconds)
+            self._pace.count(len(chosen.decoding), sum(_n_of(rows) for _, rows in chosen.reading), 1e3 * seconds)
         return True
 
     def _choose(self, running: list[Sequence]) -> _Pass:
@@ -268,7 +268,7 @@ class Scheduler:
         if reading and room > 0:
             now = time.monotonic()
             reading.sort(key=lambda each: each.n_to_read - 1e3 * _AGEING * (now - each.since))
-            budget = self.pace.piece(len(chosen.decoding), room)
+            budget = self._pace.piece(len(chosen.decoding), room)
             for sequence in reading:
                 n = min(sequence.n_to_read - (not sequence.needs_logits), budget)
                 if n <= 0:

@@ -57,6 +57,8 @@ def model(tmp_path_factory):
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
         ("draft_memory", "", "draft_memory must be the name of a file or None: found ''"),
         ("draft_memory", 3, "draft_memory must be the name of a file or None: found 3"),
+        ("tbt", 0, r"tbt must be a number in 1\.\.1e\+06: found 0"),
+        ("tbt", "100", "tbt must be a number"),
         ("fpga_folder", 3, "fpga_folder must be the name of a folder or None: found 3"),
         ("fpga_folder", "folder", "fpga_folder is for backend=\"fpga-sim\": found 'auto'"),
         ("progress", 3, "progress must be a function or None: found 3"),

@@ -12,6 +12,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.common.errors import ContextOverflow, EngineBusy, InvalidArgument, NumericalError
+from edgeinfer.scheduling.pace import LEAST_PIECE
 from edgeinfer.scheduling.sequence import RUN_AHEAD
 
 PROMPTS = [f"hello world number {i}, there is the one and there is {'more ' * (5 * i % 17)}" for i in range(9)]
@@ -236,6 +237,27 @@ def test_a_timeout_ends_a_text_as_it_is(engine):
     for wrong in (0, -1.0, "1", True):
         with pytest.raises(InvalidArgument, match="timeout"):
             engine.generate("a", timeout=wrong)
+
+
+@pytest.mark.parametrize("tbt, n_most", [(1.0, LEAST_PIECE), (1e6, 100)])
+def test_a_prompt_beside_a_text_that_runs_is_read_in_pieces(opened, tbt, n_most, monkeypatch):
+    engine = opened(tbt=tbt)
+    sizes, model = [], engine.session.model
+    forward = model.forward
+
+    def counted(rows):
+        sizes.append(max(len(each.tokens) for each in rows))
+        time.sleep(2e-3)  # longer than the smaller target
+        return forward(rows)
+
+    monkeypatch.setattr(model, "forward", counted)
+    with engine.stream(PROMPTS[0], max_tokens=200, **GREEDY) as running:
+        for _ in range(4):  # so that what a pass takes is measured
+            next(running)
+            engine.generate(list(range(100, 200)), max_tokens=1, **GREEDY)
+            engine.forget()
+            sizes, found = [], sizes
+        assert max(found) == n_most
 
 
 def test_a_text_with_priority_comes_first(opened):
