@@ -56,7 +56,8 @@ class Scheduler:
 
     session: the model's first; with a pooled model (PooledModel) up to its n_sequences texts run at once, else one
     after the other.  n_batch: most rows of a pass.  speculator: drafts for texts that begin from now on; None for none.
-    pace: how much of a prompt goes into a pass.  most_waiting: texts that may wait for a place before a request raises EngineBusy.
+    pace: how much of a prompt goes into a pass.  most_waiting: texts that may wait for a place before a request raises
+    EngineBusy.
     """
 
     def __init__(self, session: Session, n_parallel: int, n_batch: int, pace: Pace | None = None) -> None:
