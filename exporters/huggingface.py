@@ -54,7 +54,7 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     _note_parts(checkpoint, model)
     keys.check_config(model)
     found = tensors(model)
-    words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0]) if vocabulary else {}
+    words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0], recipe.pre) if vocabulary else {}
     if recipe.cuts_vocabulary and words:
         words, found = _cut(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
