@@ -293,7 +293,8 @@ def hybrid_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def lfm2(config: dict[str, Any]) -> Shapes:
-    head_dim, kinds = N_EMBD // HEADS, config["layer_types"]
+    head_dim, attends = N_EMBD // HEADS, config.get("full_attn_idxs", [])
+    kinds = config.get("layer_types") or [FULL if n in attends else "conv" for n in range(config["num_hidden_layers"])]
     full = {
         **{name.replace("o_proj", "out_proj"): shape for name, shape in attention(config).items()},
         "self_attn.q_layernorm.weight": (head_dim,),
@@ -533,8 +534,18 @@ CASES = {
 }
 
 
-def _varied(name: str, **config: Any) -> Case:
-    return replace(CASES[name], config={**CASES[name].config, **config})
+def _varied(name: str, *left_out: str, **config: Any) -> Case:
+    kept = {key: value for key, value in CASES[name].config.items() if key not in left_out}
+    return replace(CASES[name], config={**kept, **config})
+
+
+def _with_images(name: str, architecture: str, model_type: str) -> Case:
+    """The case as the language model of one that also sees, whose matrix of the output is that of the embeddings."""
+    case = CASES[name]
+    text = {**COMMON, **case.config, "model_type": case.model_type, "tie_word_embeddings": True}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": N_EMBD}
+    config = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, "image_token_id": 5}
+    return replace(case, architecture=architecture, model_type=model_type, config=config)
 
 
 # Other layers, windows and rotations, which make no other tensors.
@@ -556,6 +567,18 @@ VARIED = {
     "gpt_oss_usual_rotation": _varied("gpt_oss", rope_parameters=None),
     "qwen2_fractions": _varied("qwen2", rope_parameters=FRACTIONS),
     "ministral3_usual_rotation": _varied("ministral3", rope_parameters=None),
+    # as transformers 4 spells it, and without the block that drafts
+    "qwen35_old_spelling": _varied(
+        *("qwen35", "rope_parameters", "layer_types", "mtp_num_hidden_layers"),
+        **{"rope_theta": 1e3, "partial_rotary_factor": 0.5, "full_attention_interval": 4},
+    ),
+    "qwen35_as_many_heads": _varied("qwen35", linear_num_key_heads=3, linear_num_value_heads=3),
+    "qwen35_kinds_lost": _varied("qwen35", "layer_types"),
+    "qwen35_tied": _varied("qwen35", tie_word_embeddings=True),
+    "qwen35_with_images": _with_images("qwen35", "Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "qwen35moe_with_images": _with_images("qwen35moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "lfm2_indices": _varied("lfm2", "layer_types", full_attn_idxs=[1]),
+    "lfm2_as_it_is": _varied("lfm2", "block_ff_dim", block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
     "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),
 }
 
