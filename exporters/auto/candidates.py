@@ -75,7 +75,7 @@ def drafting_types(source: Source, spec: ModelSpec, subjects: Sequence[Subject],
     found = []
     for tensor in source.tensors:
         block, formats = first.match(tensor.name), formats_of(tensor)
-        if block and int(block[1]) >= spec.n_layers and is_quantised(tensor) and len(formats) > 1:
+        if block and int(block[1]) >= spec.n_layers and is_quantised(tensor) and formats:
             found.append(Subject(tensor, formats, (tensor.shape[-2], tensor.n_in), 1, 0, spec.n_layers))
     n_weights = sum(each.tensor.n_rows * each.tensor.n_in for each in (*subjects, *found))
     usual = [each for each in FORMATS if each.n_bytes(each.block_elements) * n_weights <= size * each.block_elements]
