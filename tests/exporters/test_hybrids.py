@@ -241,6 +241,18 @@ def test_what_sees_images_is_left_out_and_said(case: str, tmp_path: Path) -> Non
     assert [(each.name, each.shape) for each in plain.tensors] == [(each.name, each.shape) for each in found.tensors]
 
 
+def test_an_lfm2_that_sees_is_converted_by_its_own_type(make: Any) -> None:
+    def renamed(tensors: Stored) -> Stored:
+        language = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+        return language | {"model.vision_tower.patch.weight": ("F32", np.zeros((2, 2)))}
+
+    text = {**CASES["lfm2"].full_config(), "architectures": None}
+    outer = {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "downsample_factor": 2}
+    plain, found = make("lfm2"), make("lfm2", renamed, **outer, text_config=text, projector_bias=True)
+    assert found.keys == plain.keys and found.tensors.keys() == plain.tensors.keys()
+    assert found.source.notes == ["the language model alone is converted: 1 tensors of other parts are left out"]
+
+
 def test_the_whole_says_that_embeddings_are_tied(tmp_path: Path) -> None:
     """transformers 5 writes the default of text_config beside it, which it does not look at."""
     config = VARIED["qwen35_with_images"].config
