@@ -18,7 +18,7 @@ from edgeinfer.exporters.source import Source, SourceTensor
 from edgeinfer.exporters.virtual_file import VirtualModelFile, virtual_tensor
 from edgeinfer.exporters.vocabulary import read_vocabulary
 from edgeinfer.exporters.vocabulary.chat_templates import template_notes
-from edgeinfer.models import read_spec
+from edgeinfer.models import read_nextn, read_spec
 from edgeinfer.models.gguf import MetadataValue
 
 
@@ -54,7 +54,7 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     _note_parts(checkpoint, model)
     keys.check_config(model)
     found = tensors(model)
-    words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0]) if vocabulary else {}
+    words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0], recipe.pre) if vocabulary else {}
     if recipe.cuts_vocabulary and words:
         words, found = _cut(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
@@ -73,6 +73,7 @@ def _check_runs(path: Path, metadata: Metadata, tensors: Sequence[SourceTensor])
     with VirtualModelFile.of(path, of_model, map(virtual_tensor, tensors)) as file:
         try:
             read_spec(file)
+            read_nextn(file)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"this would make a GGUF file that does not run: {error}") from error
 

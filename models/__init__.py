@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from edgeinfer.models.architectures import read_draft_spec, read_spec, supported_architectures
+from edgeinfer.models.architectures import read_draft_spec, read_nextn, read_spec, supported_architectures
+from edgeinfer.models.nextn import NextnBlock
 from edgeinfer.models.reader import Architecture
 from edgeinfer.models.rope import query_factors
 from edgeinfer.models.spec import (
@@ -49,6 +50,7 @@ __all__ = [
     "Mixer",
     "ModelSizes",
     "ModelSpec",
+    "NextnBlock",
     "QueryTemperature",
     "Recurrence",
     "RopeSpec",
@@ -62,6 +64,7 @@ __all__ = [
     "dense_of",
     "query_factors",
     "read_draft_spec",
+    "read_nextn",
     "read_spec",
     "supported_architectures",
 ]

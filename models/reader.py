@@ -6,7 +6,7 @@ A file that asks for something a ModelSpec cannot express is refused, with the k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from edgeinfer.models.draft_vocab import DRAFT_VOCAB, draft_vocab_of, has_draft_
 from edgeinfer.models.expert_reader import MAY_BE_ROWS, ExpertReader, ExpertRecipe
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.key_reader import KeyReader
+from edgeinfer.models.nextn import OWN, REQUIRED, NextnBlock
 from edgeinfer.models.spec import (
     Attention,
     Dense,
@@ -31,6 +32,7 @@ from edgeinfer.models.spec import (
     TensorRows,
     attention_of,
     dense_of,
+    shapes_in_file,
 )
 
 QKV_BIASES = frozenset({"mixer.q_bias", "mixer.k_bias", "mixer.v_bias"})
@@ -151,6 +153,10 @@ class Architecture:
         """Spec of a file of this architecture. Raises UnsupportedModel, InvalidGGUF."""
         return Reader(self, file).spec()
 
+    def read_nextn(self, file: ModelFile) -> tuple[NextnBlock, ...]:
+        """The blocks of it that draft. Raises UnsupportedModel, InvalidGGUF."""
+        return Reader(self, file).nextn()
+
 
 class Reader(KeyReader):
     """Reads keys and tensors of one file; keys are named without the architecture in front."""
@@ -165,6 +171,11 @@ class Reader(KeyReader):
         spec = self.architecture.refine(self, self._common_spec())
         self._check_tensors(spec.tensor_shapes(), {DRAFT_VOCAB} if has_draft_vocab(self.file) else frozenset())
         return spec
+
+    def nextn(self) -> tuple[NextnBlock, ...]:
+        """The blocks behind the layers that draft, all of them checked; () where there are none."""
+        spec = self.spec()
+        return tuple(self._nextn(spec, spec.n_layers + number) for number in range(self._n_skipped()))
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
 
@@ -288,16 +299,20 @@ class Reader(KeyReader):
         tied = kind == "tied" or (kind == "optional" and "output.weight" not in self.file.tensors)
         return "token_embd.weight" if tied else "output.weight"
 
-    def _layers(self, n_embd: int) -> tuple[Layer, ...]:
-        """The common layer, once for each; tensors differ by name."""
+    def _layers(self, n_embd: int, indices: Iterable[int] | None = None) -> tuple[Layer, ...]:
+        """The common layer, once for each; tensors differ by name. indices: of blocks in place of all layers.
+
+        Blocks behind the layers have Attention.
+        """
         n_heads = self.integer("attention.head_count", 1, 1 << 14)
         n_kv_heads = self._n_kv_heads(n_heads)
         head_dim = self._head_dim(n_embd // n_heads)
         rope, experts = self.rope(head_dim, self.rope_base()), self._experts(n_embd)
         layers = []
-        for index in range(self._n_layers()):
+        for index in range(self._n_layers()) if indices is None else indices:
             refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim)
-            mixer = self.architecture.recurrence(self, index) or Attention(
+            recurrence = self.architecture.recurrence(self, index) if index < self._n_layers() else None
+            mixer = recurrence or Attention(
                 n_embd=n_embd,
                 n_in=n_embd,
                 n_heads=n_heads,
@@ -360,6 +375,26 @@ class Reader(KeyReader):
             refs |= self._fused_attention(prefix, n_q, n_kv)
         return refs
 
+    def _nextn(self, spec: ModelSpec, index: int) -> NextnBlock:
+        """The block that drafts with an index in the file. spec: of the model."""
+        alone = replace(spec, layers=self._layers(spec.n_embd, [index]))
+        prefix, there = f"blk.{index}.nextn.", self.file.tensors
+        models = {"output_norm": spec.output_norm, "token_embd": spec.token_embd, "output": spec.output}
+        own = {role: prefix + suffix for role, suffix in OWN.items() if prefix + suffix in there}
+        names = {role: prefix + suffix for role, suffix in REQUIRED.items()}
+        layer = self.architecture.refine(self, alone).layers[0]
+        found = NextnBlock(index, spec.n_embd, spec.n_vocab, layer, **{**models, **own, **names})  # type: ignore[arg-type]
+        front = f"blk.{index}."
+        shapes = {name: shape for name, shape in shapes_in_file(found.weights()).items() if name.startswith(front)}
+        self._check_shapes(shapes)
+        unknown = sorted(name for name in there if name.startswith(front) and name not in shapes)
+        if unknown:
+            raise UnsupportedModel(
+                f"{self.file.path}: {len(unknown)} tensors are not part of a block that drafts that edgeinfer knows, "
+                f"first {unknown[0]}"
+            )
+        return found
+
     def _skipped_tensors(self) -> Set[str]:
         """Those of the layers that _n_skipped counts, which are in the file and change no text."""
         if not self._n_skipped():
@@ -382,13 +417,7 @@ class Reader(KeyReader):
     def _check_tensors(self, expected: Mapping[str, tuple[int, ...]], others: Set[str] = frozenset()) -> None:
         """Raises UnsupportedModel unless the file has the expected tensors, and none beside them and `others`."""
         architecture = self.architecture.name
-        for name, shape in expected.items():
-            info = self.file.tensors.get(name)
-            if info is None:
-                raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
-            is_row = name.endswith(MAY_BE_ROWS) and info.shape == (1, *shape)  # ggml does not tell these apart
-            if info.shape != shape and not is_row:
-                raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
+        self._check_shapes(expected)
         others = others | self.architecture.rope_factors | self._skipped_tensors()
         unknown = sorted(self.file.tensors.keys() - expected.keys() - others)
         if unknown:
@@ -397,6 +426,17 @@ class Reader(KeyReader):
                 f"{self.file.path}: {len(unknown)} tensors are not part of a {architecture} model that edgeinfer "
                 f"knows, first {unknown[0]}"
             )
+
+    def _check_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises UnsupportedModel unless the file has the expected tensors."""
+        architecture = self.architecture.name
+        for name, shape in expected.items():
+            info = self.file.tensors.get(name)
+            if info is None:
+                raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
+            is_row = name.endswith(MAY_BE_ROWS) and info.shape == (1, *shape)  # ggml does not tell these apart
+            if info.shape != shape and not is_row:
+                raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
 
     # ---- rope ------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native.weights import MATRIX_TYPES
 from edgeinfer.common.errors import ShapeError, UnsupportedModel
+from edgeinfer.exporters.gguf.file_types import is_quantised
 from edgeinfer.exporters.source import Bytes, Floats, Source, SourceTensor
 from edgeinfer.models import ExpertRows, Experts, ModelSpec, TensorRows
 from edgeinfer.models import formats as weight_formats
@@ -64,6 +66,22 @@ def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
     return found
 
 
+def drafting_types(source: Source, spec: ModelSpec, subjects: Sequence[Subject], size: int) -> dict[str, GGMLType]:
+    """Types of the matrices of blocks that draft (MTP), whose errors change no text: one format, as far as rows fit it.
+
+    size: bytes of all weights at most. The format is the largest one that all matrices could have in it.
+    """
+    first = re.compile(r"blk\.(\d+)\.")
+    found = []
+    for tensor in source.tensors:
+        block, formats = first.match(tensor.name), formats_of(tensor)
+        if block and int(block[1]) >= spec.n_layers and is_quantised(tensor) and formats:
+            found.append(Subject(tensor, formats, (tensor.shape[-2], tensor.n_in), 1, 0, spec.n_layers))
+    n_weights = sum(each.tensor.n_rows * each.tensor.n_in for each in (*subjects, *found))
+    usual = [each for each in FORMATS if each.n_bytes(each.block_elements) * n_weights <= size * each.block_elements]
+    return uniform(found, (usual or [FORMATS[0]])[-1])
+
+
 def _products_of(spec: ModelSpec) -> dict[str, int]:
     """How many of its matrices a token is multiplied with, by tensor, without routers."""
     n_used = {
@@ -71,7 +89,7 @@ def _products_of(spec: ModelSpec) -> dict[str, int]:
     }
     products = {}
     for weight in spec.weights():
-        if len(weight.shape) < 2 or "router" in weight.role or weight.role.endswith("_bias"):
+        if len(weight.shape) < 2 or "router" in weight.role or weight.role.endswith(("_bias", "conv")):
             continue
         ref = weight.tensor
         name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref

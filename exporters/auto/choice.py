@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from edgeinfer.common import devices
 from edgeinfer.common.arguments import human_bytes
 from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.common.types import Device
-from edgeinfer.exporters.auto.candidates import Importance, Subject, subjects_of
+from edgeinfer.exporters.auto.candidates import Importance, Subject, drafting_types, subjects_of
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.speed import Speeds, drafted_tokens
 from edgeinfer.exporters.auto.trial import CalibrationText, windows_of
@@ -26,7 +28,7 @@ from edgeinfer.exporters.request import Request, TypeChoice
 from edgeinfer.exporters.source import Source
 from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
-from edgeinfer.models.gguf import MetadataValue, ModelFile
+from edgeinfer.models.gguf import GGMLType, MetadataValue, ModelFile
 from edgeinfer.speculation.cost import MAX_TOKENS
 
 _WINDOW_TOKENS, _ROWS = 384, 192  # of a pass in which losses are measured, and its logits
@@ -49,7 +51,8 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
     if not subjects:
         raise UnsupportedModel(f"{source.path}: --type auto needs weights in F32, F16 or BF16: there are none")
     importance, device = importance_by_tensor(subjects, imatrix), Device(devices.default_n_threads())
-    limits = limits_of(request, source, subjects, device)
+    drafting = drafting_types(source, spec, subjects, request.size or 0)
+    limits = limits_of(request, source, subjects, device, drafting)
     windows = windows_of(texts, _WINDOW_TOKENS, 1, _ROWS)
     search = Search(source, subjects, importance, windows, device, state=state_path(request))
     try:
@@ -59,7 +62,8 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
         search.close()
     others = windows_of(held_out, _WINDOW_TOKENS, _CHECK_WINDOWS, _ROWS)
     found = search.compare([mix.types], others, request.report)[0]
-    return type_choice(search, subjects, mix, found, limits)
+    chosen = type_choice(search, subjects, mix, found, limits)
+    return replace(chosen, types={**chosen.types, **drafting})
 
 
 def state_path(request: Request) -> Path:
@@ -67,29 +71,38 @@ def state_path(request: Request) -> Path:
     return request.out.with_name(f"{request.out.name}.auto.jsonl")
 
 
-def limits_of(request: Request, source: Source, subjects: Sequence[Subject], device: Device) -> Limits:
-    """The limits of a request: its bytes without those of the tensors that keep their type.
+def limits_of(
+    request: Request,
+    source: Source,
+    subjects: Sequence[Subject],
+    device: Device,
+    others: Mapping[str, GGMLType] = MappingProxyType({}),
+) -> Limits:
+    """The limits of a request: its bytes without those of the other tensors.
 
-    Raises InvalidArgument, BudgetExceeded.
+    others: types of those that do not keep theirs. Raises InvalidArgument, BudgetExceeded.
     """
     if request.size is None:
         raise InvalidArgument("--type auto needs --size, the most bytes of the weights, or --fit-into")
-    n_bytes = bytes_of_chosen(request.size, source, subjects)
+    n_bytes = bytes_of_chosen(request.size, source, subjects, others)
     n_tokens, seconds = parse_cost(request.cost)
     return Limits(n_bytes, n_tokens or drafted_tokens(subjects, n_bytes, Speeds(device.n_threads, device.isa)), seconds)
 
 
-def bytes_of_chosen(size: int, source: Source, subjects: Sequence[Subject]) -> int:
-    """What a size leaves for the tensors whose formats are chosen. Raises BudgetExceeded."""
+def bytes_of_chosen(
+    size: int, source: Source, subjects: Sequence[Subject], others: Mapping[str, GGMLType] = MappingProxyType({})
+) -> int:
+    """What a size leaves for the tensors whose formats are chosen. others: see limits_of. Raises BudgetExceeded."""
     chosen = {subject.name for subject in subjects}
-    kept = sum(each.type.n_bytes(math.prod(each.shape)) for each in source.tensors if each.name not in chosen)
-    least = kept + sum(subject.n_bytes(subject.formats[0]) for subject in subjects)
+    kept = [each for each in source.tensors if each.name not in chosen]
+    n_kept = sum(others.get(each.name, each.type).n_bytes(math.prod(each.shape)) for each in kept)
+    least = n_kept + sum(subject.n_bytes(subject.formats[0]) for subject in subjects)
     if size < least:
         raise BudgetExceeded(
             f"{source.path}: --size must be at least {human_bytes(least)}, which the smallest formats take: found "
             f"{human_bytes(size)}"
         )
-    return size - kept
+    return size - n_kept
 
 
 def parse_cost(cost: str | None) -> tuple[int | None, float | None]:

@@ -67,8 +67,8 @@ def squares_bytes(spec: ModelSpec) -> int:
 
 
 def _n_columns(weight: Weight) -> int:
-    """Columns that are summed of a weight: not those of the output matrix, and none of vectors and biases."""
-    is_summed = len(weight.shape) > 1 and weight.block != "" and not weight.role.endswith("bias")
+    """Columns that are summed of a weight: of matrices that inputs are multiplied with, but for that of the output."""
+    is_summed = len(weight.shape) > 1 and weight.block != "" and not weight.role.endswith(("bias", "conv"))
     return math.prod(weight.shape[:-2]) * weight.shape[-1] if is_summed else 0
 
 

@@ -134,6 +134,8 @@ class Config:
             if part is not None:
                 whole = {name: value for name, value in self.values.items() if name not in _NESTED}
                 merged = Config(whole | part.values, self.path, self.prefix)
+                if self.get("tie_word_embeddings") is True:  # the whole decides, and parts repeat a default
+                    merged.values["tie_word_embeddings"] = True
                 merged.values["architectures"] = part.get("architectures") or self.values.get("architectures", [])
                 return merged
         return self

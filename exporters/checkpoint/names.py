@@ -19,7 +19,7 @@ _FRONTS = (
     "model.",
     "",
 )
-_INNER = re.compile(r"(embed_tokens|layers\.\d+|norm)\..+")
+_INNER = re.compile(r"(embed_tokens|layers\.\d+|norm|embedding_norm)\..+")
 _OTHER_PARTS = re.compile(r"(^|\.)(vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)")
 _OUTER = re.compile(r"(?:.*\.)?(lm_head\..+)")
 

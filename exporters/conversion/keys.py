@@ -84,7 +84,7 @@ def _check_fixed(model: Model) -> None:
 
 def _check_known(model: Model) -> None:
     recipe = model.recipe
-    read = _READ | recipe.reads | recipe.fixed.keys() | _FIXED.keys()
+    read = _READ | recipe.reads | recipe.spellings.keys() | recipe.fixed.keys() | _FIXED.keys()
     if recipe.experts is not None:
         read |= {*recipe.experts.count, recipe.experts.used}
     unknown = sorted(key for key in model.given.values.keys() - read - _WITHOUT_EFFECT if not _HARMLESS.fullmatch(key))
@@ -107,10 +107,9 @@ def _shown(value: object) -> str:
 def _common(model: Model, n_vocab: int) -> Keys:
     config = model.config
     keys: Keys = {
-        "block_count": model.n_layers,
+        "block_count": len(model.blocks),
         "context_length": model.n_ctx,
         "embedding_length": model.n_embd,
-        "feed_forward_length": config.integer("intermediate_size", most=1 << 20),
         "attention.head_count": model.n_heads,
         "attention.head_count_kv": model.n_kv_heads,
         "attention.key_length": model.head_dim,
@@ -119,6 +118,8 @@ def _common(model: Model, n_vocab: int) -> Keys:
         "vocab_size": n_vocab,
         **rope_keys(model),
     }
+    if not model.n_experts or "intermediate_size" in config:  # where all layers have experts it may be missing
+        keys["feed_forward_length"] = config.integer("intermediate_size", most=1 << 20)
     if model.n_experts and model.recipe.experts is not None:
         keys["expert_count"] = model.n_experts
         keys["expert_used_count"] = config.integer(model.recipe.experts.used, most=model.n_experts)

@@ -26,7 +26,7 @@ class Model:
     def __init__(self, recipe: Recipe, checkpoint: Checkpoint) -> None:
         self.recipe = recipe
         self.checkpoint = checkpoint
-        found = self.given = checkpoint.config
+        found = self.given = _spelled(recipe, checkpoint.config)
         absent = _nulls(checkpoint) - {"rope_parameters"}  # transformers takes no default for the others
         absent |= {"rope_parameters"} if "rope_scaling" in found else set()  # its old name
         defaults = {key: value for key, value in recipe.defaults.items() if key not in absent}
@@ -79,6 +79,15 @@ class Model:
         key = next((key for key in names.count if key in self.config), names.count[0])
         return self.config.integer(key, most=MOST_EXPERTS)
 
+    @cached_property
+    def blocks(self) -> list[str]:
+        """What stands before the names of each block: of the layers, then of those that draft (MTP)."""
+        return [*(f"model.layers.{layer}." for layer in range(self.n_layers)), *self.recipe.nextn(self)]
+
+    def is_recurrent(self, block: int) -> bool:
+        """Whether a block has the tensors of a recurrence in place of attention."""
+        return any(self.blocks[block] + name in self for name in self.recipe.recurrent)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.n_experts > 0 and self.recipe.has_experts(self, layer)
@@ -129,6 +138,12 @@ class Model:
     def refuse(self, key: str, reason: str) -> NoReturn:
         """Raises UnsupportedModel about a key of config.json."""
         raise UnsupportedModel(f"{self.config.path}: {self.config.prefix}{key} {reason}")
+
+
+def _spelled(recipe: Recipe, config: Config) -> Config:
+    """A config with the usual spellings beside its own."""
+    usual = {ours: config.get(theirs) for theirs, ours in recipe.spellings.items() if theirs in config}
+    return Config({**config.values, **usual}, config.path, config.prefix)
 
 
 def _nulls(checkpoint: Checkpoint) -> set[str]:

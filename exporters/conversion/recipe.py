@@ -70,6 +70,14 @@ def _no_tensors(model: Model) -> list[SourceTensor]:
     return []
 
 
+def _no_blocks(model: Model) -> Sequence[str]:
+    return ()
+
+
+def _unchanged(model: Model, tensor: SourceTensor) -> SourceTensor:
+    return tensor
+
+
 def _everywhere(model: Model, layer: int) -> bool:
     return True
 
@@ -83,6 +91,8 @@ class Recipe:
     classes: tuple[str, ...]
     model_types: tuple[str, ...]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # what transformers takes for keys that config.json lacks
+    # further spellings of keys of config.json, to the usual ones; where a file has both, these count
+    spellings: Mapping[str, str] = field(default_factory=dict)
     # keys of config.json that would ask for another model, with the values that this one has, None for absent
     fixed: Mapping[str, Sequence[object]] = field(default_factory=dict)
     reads: frozenset[str] = frozenset()  # keys that `keys` or `check` look at
@@ -92,12 +102,20 @@ class Recipe:
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     dense: Mapping[str, str] = field(default_factory=lambda: DENSE)
     optional: Mapping[str, str] = field(default_factory=dict)
+    # those of a layer that has them in place of attention; in which layers, the tensors tell
+    recurrent: Mapping[str, str] = field(default_factory=dict)
+    final_norm: tuple[str, str] = ("model.norm.weight", "output_norm.weight")  # theirs and ours
     experts: ExpertNames | None = None  # where they are
     has_experts: Callable[[Model, int], bool] = _everywhere  # in which layers
     # further tensors, whose names in the checkpoint they take with Model.take
     special: Callable[[Model], list[SourceTensor]] = _no_tensors
+    # what stands before the names of each block that drafts (MTP) and follows the layers in the file
+    nextn: Callable[[Model], Sequence[str]] = _no_blocks
+    # a tensor that has its GGUF name as the file has it: in another shape, in another order or as other numbers
+    changed: Callable[[Model, SourceTensor], SourceTensor] = _unchanged
     interleaved: bool = False  # whether queries and keys are permuted to pairs that stand side by side
     norm_shift: float = 0.0  # what is added to the weights of norms
+    plain_norms: frozenset[str] = frozenset()  # those of a layer, by GGUF names, that nothing is added to
     # whether there may, must or cannot be an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     # ways to scale the rotation for long contexts, beyond those that every architecture has
@@ -105,4 +123,5 @@ class Recipe:
     part_rotated: bool = False  # whether a part of each head may be rotated
     keys: Callable[[Model], Keys] = _no_keys  # metadata beyond the common; last, so that it may replace
     check: Callable[[Model], None] = lambda model: None  # refuses what cannot be converted
+    pre: str | None = None  # the pre-tokeniser that the file names, of those that cut alike
     cuts_vocabulary: bool = False  # whether rows of the embeddings after the last token are left out

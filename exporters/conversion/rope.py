@@ -56,7 +56,7 @@ def check_rope(model: Model) -> None:
         model.refuse(
             "rope_type", f"must be one of {', '.join(sorted(known))} in {model.recipe.name}: found {rope.kind}"
         )
-    of_kind = rope.values.values.keys() - _ALWAYS - _OF_KIND[rope.kind]
+    of_kind = rope.values.values.keys() - _ALWAYS - _OF_KIND[rope.kind] - model.recipe.reads
     # Where rope_scaling is absent these are keys of the whole.
     others = sorted(key for key in of_kind if rope.values.prefix != model.config.prefix)
     if others:

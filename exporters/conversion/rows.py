@@ -20,6 +20,7 @@ from edgeinfer.models.gguf import GGMLType
 
 Order = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from row numbers of the result to those of the source
 
+_FAR = 128  # rows from one to the next that are not read together
 _SAME = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 
 
@@ -41,9 +42,21 @@ def as_f32(tensor: SourceTensor) -> SourceTensor:
     return tensor if tensor.type == GGMLType.F32 else replace(tensor, type=GGMLType.F32, stored=None)
 
 
+def mapped(tensor: SourceTensor, function: Callable[[Floats], Floats]) -> SourceTensor:
+    """A function of each weight, as F32."""
+    return replace(as_f32(tensor), rows=lambda first, last: function(tensor.rows(first, last)), stored=None)
+
+
 def shifted(tensor: SourceTensor, by: float) -> SourceTensor:
     """Each weight plus a number, as F32."""
-    return replace(as_f32(tensor), rows=lambda first, last: tensor.rows(first, last) + np.float32(by), stored=None)
+    return mapped(tensor, lambda weights: weights + np.float32(by))
+
+
+def without_axis(tensor: SourceTensor, axis: int) -> SourceTensor:
+    """The same weights without an axis of length 1; as they are where there are two axes already."""
+    if len(tensor.shape) == 2 or tensor.shape[axis] != 1:
+        return tensor
+    return replace(tensor, shape=tensor.shape[:axis] + tensor.shape[axis + 1 :])
 
 
 def arranged(tensor: SourceTensor, shape: tuple[int, ...], order: Order) -> SourceTensor:
@@ -170,8 +183,11 @@ def _flat(read: ReadBytes, first: int, last: int) -> Bytes:
 
 
 def _gathered(read: Callable[[int, int], NDArray], index: NDArray[np.int64], width: int) -> NDArray:  # type: ignore[type-arg]
-    """Rows by number. They lie near one another: the run that has them all is read."""
+    """Rows by number. Of those that lie near one another the run that has them all is read."""
     if not len(index):
         return read(0, 0).reshape(0, width)
-    first = int(index.min())
-    return read(first, int(index.max()) + 1)[index - first]
+    found = []
+    for near in np.split(index, np.flatnonzero(np.abs(np.diff(index)) > _FAR) + 1):
+        first = int(near.min())
+        found.append(read(first, int(near.max()) + 1)[near - first])
+    return np.concatenate(found)

@@ -16,7 +16,7 @@ from edgeinfer.exporters.source import SourceTensor
 
 _PIECE_BYTES = 32 << 20
 _COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # old files keep it, it follows from config.json
-_KEPT_EXACT = re.compile(r".*(_norm|ffn_gate_inp|ffn_gate_inp_shexp)\.weight")
+_KEPT_EXACT = re.compile(r".*(_norm|ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)\.weight")
 _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -24,10 +24,10 @@ EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 def tensors(model: Model) -> list[SourceTensor]:
     """All tensors of the file. Raises ModelFileError for a missing one, UnsupportedModel for one without a place."""
     found = [named(model, embeddings_of(model), "token_embd.weight"), *_output(model)]
-    found.append(named(model, "model.norm.weight", "output_norm.weight"))
+    found.append(named(model, *model.recipe.final_norm))
     found += rope_tensors(model)
-    for layer in range(model.n_layers):
-        found += layer_tensors(model, layer)
+    for block in range(len(model.blocks)):
+        found += layer_tensors(model, block)
     found += [finished(model, tensor) for tensor in model.recipe.special(model)]
     check_all_taken(model)
     return found
@@ -41,7 +41,8 @@ def named(model: Model, theirs: str, ours: str) -> SourceTensor:
 def finished(model: Model, tensor: SourceTensor) -> SourceTensor:
     """The last steps of every tensor, once it has its GGUF name."""
     recipe, name = model.recipe, tensor.name
-    if recipe.norm_shift and name.endswith("norm.weight"):
+    tensor = recipe.changed(model, tensor)
+    if recipe.norm_shift and name.endswith("norm.weight") and name.split(".", 2)[-1] not in recipe.plain_norms:
         tensor = rows.shifted(tensor, recipe.norm_shift)
     if recipe.interleaved and _PERMUTED.fullmatch(name):
         tensor = _permuted(model, tensor)
@@ -60,9 +61,9 @@ def _permuted(model: Model, tensor: SourceTensor) -> SourceTensor:
 
 
 def layer_tensors(model: Model, layer: int) -> list[SourceTensor]:
-    """Those of one layer. Raises ModelFileError for a missing one."""
-    recipe, theirs, ours = model.recipe, f"model.layers.{layer}.", f"blk.{layer}."
-    always = {**recipe.norms, **recipe.attention}
+    """Those of one layer, or of a block after the layers. Raises ModelFileError for a missing one."""
+    recipe, theirs, ours = model.recipe, model.blocks[layer], f"blk.{layer}."
+    always = {**recipe.norms, **(recipe.recurrent if model.is_recurrent(layer) else recipe.attention)}
     optional = dict(recipe.optional)
     found = []
     if recipe.experts is not None and model.has_experts(layer):
@@ -79,7 +80,7 @@ def _experts(model: Model, layer: int) -> list[SourceTensor]:
     """The matrices of all experts, three tensors."""
     names = model.recipe.experts
     assert names is not None
-    module, ours = f"model.layers.{layer}.{names.module}", f"blk.{layer}.ffn_{{}}_exps.weight"
+    module, ours = model.blocks[layer] + names.module, f"blk.{layer}.ffn_{{}}_exps.weight"
     if f"{module}.gate_up_proj" in model:
         return _joined_experts(model, f"{module}.gate_up_proj", f"{module}.down_proj", ours)
     found = []

@@ -20,13 +20,16 @@ from edgeinfer.models.gguf import MetadataValue
 from edgeinfer.models.tokenizer import PRE_TOKENIZERS, cut, keeps_tokens
 
 
-def byte_level(file: TokenizerFile, n_rows: int) -> Draft:
-    """Byte-level BPE. Raises UnsupportedModel, ModelFileError."""
+def byte_level(file: TokenizerFile, n_rows: int, pre: str | None = None) -> Draft:
+    """Byte-level BPE. pre: the pre-tokeniser that is named where several cut alike.
+
+    Raises UnsupportedModel, ModelFileError.
+    """
     entries = _entries(file, file.added, n_rows)
     merges = [" ".join(pair) for pair in file.merges]
     if any(merge.count(" ") != 1 for merge in merges):
         file.refuse("must have merges of tokens without spaces: found others")
-    keys: dict[str, MetadataValue] = {"model": "gpt2", "pre": _pre_tokenizer(file), "merges": merges}
+    keys: dict[str, MetadataValue] = {"model": "gpt2", "pre": _pre_tokenizer(file, pre), "merges": merges}
     return Draft(entries, keys, scored=False)
 
 
@@ -62,10 +65,10 @@ def _entries(file: TokenizerFile, added: Iterable[AddedToken], n_rows: int) -> E
     return entries
 
 
-def _pre_tokenizer(file: TokenizerFile) -> str:
-    """The one that cuts all probes as theirs does."""
+def _pre_tokenizer(file: TokenizerFile, preferred: str | None) -> str:
+    """The first one that cuts all probes as theirs does, the preferred one before the others."""
     expected = [_cut(file, text) for text in probes()]
-    for name in PRE_TOKENIZERS:
+    for name in sorted(PRE_TOKENIZERS, key=lambda name: name != preferred):
         if keeps_tokens(name) == file.keeps_tokens and all(
             list(cut(name, text)) == words for text, words in zip(probes(), expected, strict=True)
         ):

@@ -28,10 +28,11 @@ _OTHERS = {  # files that are not read, and why
 }
 
 
-def read_vocabulary(folder: Folder, config: Config, n_rows: int) -> Keys:
+def read_vocabulary(folder: Folder, config: Config, n_rows: int, pre: str | None = None) -> Keys:
     """The keys tokenizer.* of a checkpoint's folder, with a token for each of the n_rows embeddings.
 
-    config: of the language model, for the ids of begin and ends. Raises UnsupportedModel, ModelFileError.
+    config: of the language model, for the ids of begin and ends.  pre: see byte_level.
+    Raises UnsupportedModel, ModelFileError.
     """
     settings = folder.optional_json("tokenizer_config.json")
     if tokenizer_file.NAME not in folder:
@@ -48,7 +49,7 @@ def read_vocabulary(folder: Folder, config: Config, n_rows: int) -> Keys:
         return _finished(with_byte_fallback(file, n_rows), folder, settings, config, n_rows, file)
     if not any(part.get("type") == "ByteLevel" for part in file.parts("pre_tokenizer")):
         file.refuse("must be byte-level BPE, or BPE with byte_fallback as SentencePiece's models become: neither")
-    return _finished(byte_level(file, n_rows), folder, settings, config, n_rows, file)
+    return _finished(byte_level(file, n_rows, pre), folder, settings, config, n_rows, file)
 
 
 def _of_model(folder: Folder, settings: Mapping[str, Any], file: TokenizerFile | None, n_rows: int) -> Draft:

@@ -9,6 +9,7 @@ from functools import cache
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.nextn import NextnBlock
 from edgeinfer.models.reader import Architecture
 from edgeinfer.models.spec import ModelSpec
 
@@ -34,12 +35,22 @@ def read_spec(file: ModelFile) -> ModelSpec:
 
 def read_draft_spec(file: ModelFile) -> ModelSpec:
     """The same of a draft model, which may have logits for some of its tokens only (models/draft_vocab.py)."""
+    return _architecture(file).read(file)
+
+
+def read_nextn(file: ModelFile) -> tuple[NextnBlock, ...]:
+    """The blocks of a model file that draft, () where it has none. Raises UnsupportedModel if they do not fit it."""
+    return _architecture(file).read_nextn(file)
+
+
+def _architecture(file: ModelFile) -> Architecture:
+    """That of a file. Raises UnsupportedModel for one that is not known."""
     name, files = file.metadata.get("general.architecture"), _files()
     if not isinstance(name, str) or name not in files:
         known = ", ".join(supported_architectures())
         raise UnsupportedModel(f"{file.path}: architecture {name!r:.80} is not supported; supported: {known}")
     architecture: Architecture = importlib.import_module(f"{__name__}.{files[name]}").ARCHITECTURE
-    return architecture.read(file)
+    return architecture
 
 
 @cache

@@ -1,7 +1,7 @@
 """Qwen3.5 and 3.6 (Qwen team 2026): three layers with a gated delta net, then one of attention with output gates.
 
 Text only: its positions for images (`rope.dimension_sections`) are equal for text, so that the rotation is the common
-one of a part of each head. The blocks after the model's own (`nextn_predict_layers`), which draft, are not read.
+one of a part of each head. The blocks after the model's own (`nextn_predict_layers`), which draft, are no layers.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ def test_what_is_taken_for_missing_keys_is_what_transformers_takes(recipe: Recip
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[recipe.model_types[0]]()
     rope = config.rope_parameters
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention", {})
+    other = {ours: theirs for theirs, ours in recipe.spellings.items() if hasattr(config, theirs)}
     also = {"rope_theta": full["rope_theta"], "rope_local_base_freq": local.get("rope_theta")}
     also["partial_rotary_factor"] = full.get("partial_rotary_factor")
     also["rope_parameters"] = {key: rope[key] for key in recipe.defaults.get("rope_parameters", {})}
-    expected = {key: also.get(key) or getattr(config, key) for key in recipe.defaults}
+    expected = {key: also.get(key) or getattr(config, other.get(key, key)) for key in recipe.defaults}
     assert dict(recipe.defaults) == expected
 
 

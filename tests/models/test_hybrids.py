@@ -9,7 +9,7 @@ import pytest
 from tiny_hybrids import HYBRID_ARCHITECTURES, HybridArchitecture, write_tiny_hybrid
 
 from edgeinfer.common.errors import UnsupportedModel
-from edgeinfer.models import Attention, Dense, Experts, GatedDeltaNet, Recurrence, ShortConv, read_spec
+from edgeinfer.models import Attention, Dense, Experts, GatedDeltaNet, Recurrence, ShortConv, read_nextn, read_spec
 from edgeinfer.models.gguf import ModelFile
 
 
@@ -234,3 +234,67 @@ def test_a_key_that_does_not_fit_is_refused_by_its_name(
 def test_an_interval_that_is_none_is_refused(tiny: dict[str, ModelFile], interval: object) -> None:
     model = with_keys(tiny, "qwen35", attention__recurrent_layers=None, full_attention_interval=interval)
     assert "qwen35.full_attention_interval must be an integer" in refusal(model)
+
+
+# ---- Blocks that draft -----------------------------------------------------------------------------------------------
+
+QWEN = ("qwen35", "qwen35moe", "qwen3next")
+N_EMBD, N_VOCAB = 96, 291
+
+
+def drafting(tiny: dict[str, ModelFile], architecture: str, own: bool = False) -> ModelFile:
+    """With a block behind the layers, like the last one. own: whether it has embeddings and an output of its own."""
+    model = tiny[architecture]
+    keys = {"block_count": 5, "nextn_predict_layers": 1, "attention.recurrent_layers": None}
+    shapes: dict[str, tuple[int, ...]] = {"eh_proj": (N_EMBD, 2 * N_EMBD), "enorm": (N_EMBD,), "hnorm": (N_EMBD,)}
+    if own:
+        shapes |= {"shared_head_norm": (N_EMBD,)}
+        shapes |= dict.fromkeys(("embed_tokens", "shared_head_head"), (N_VOCAB, N_EMBD))
+    tensors = {name.replace("blk.3.", "blk.4."): info for name, info in model.tensors.items() if "blk.3." in name}
+    tensors |= {f"blk.4.nextn.{name}.weight": SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    return changed(model, {f"{architecture}.{key}": value for key, value in keys.items()}, tensors)
+
+
+@pytest.mark.parametrize("architecture", QWEN)
+def test_a_block_that_drafts_is_read_with_its_layer(tiny: dict[str, ModelFile], architecture: str) -> None:
+    """Its layer has attention, as the interval of four would not have it."""
+    model = drafting(tiny, architecture)
+    spec, (block,) = read_spec(model), read_nextn(model)
+    assert spec.n_layers == 4 and block.index == 4
+    last, layer = spec.layers[3], block.layer
+    assert isinstance(layer.mixer, Attention) and isinstance(last.mixer, Attention)
+    assert (layer.mixer.q, layer.mixer.output_gate) == ("blk.4.attn_q.weight", "in_q")
+    assert (layer.mixer.rope, layer.mixer.scale) == (last.mixer.rope, last.mixer.scale)
+    assert type(layer.ffn) is type(last.ffn) and layer.ffn.shapes() == last.ffn.shapes()
+    assert (block.token_embd, block.output, block.output_norm) == (
+        *("token_embd.weight", "output.weight"),
+        "output_norm.weight",
+    )
+    (own,) = read_nextn(drafting(tiny, architecture, own=True))
+    assert (own.token_embd, own.output, own.output_norm) == tuple(
+        f"blk.4.nextn.{name}.weight" for name in ("embed_tokens", "shared_head_head", "shared_head_norm")
+    )
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_every_tensor_of_a_block_that_drafts_is_checked(tiny: dict[str, ModelFile], own: bool) -> None:
+    model = drafting(tiny, "qwen35moe", own)
+    optional = {f"blk.4.nextn.{name}.weight" for name in ("embed_tokens", "shared_head_head", "shared_head_norm")}
+    for name in [name for name in model.tensors if name.startswith("blk.4.")]:
+        shape = (model.tensors[name].shape[0] + 1, *model.tensors[name].shape[1:])
+        wrong, without = (changed(model, tensors={name: new}) for new in (SimpleNamespace(shape=shape), None))
+        assert read_spec(wrong) == read_spec(without) == read_spec(model)  # whose texts do not depend on it
+        with pytest.raises(UnsupportedModel, match=rf"tensor {name} must have shape .*: found \({shape[0]},"):
+            read_nextn(wrong)
+        if name in optional:
+            assert read_nextn(without)
+        else:
+            with pytest.raises(UnsupportedModel, match=rf"tensor {name} .* is missing"):
+                read_nextn(without)
+    for name in ("blk.4.nextn.other.weight", "blk.4.ssm_a"):
+        with pytest.raises(UnsupportedModel, match=f"1 tensors are not part of a block that drafts .*, first {name}"):
+            read_nextn(changed(model, tensors={name: SimpleNamespace(shape=(3,))}))
+
+
+def test_a_model_without_such_a_block_has_none(tiny: dict[str, ModelFile]) -> None:
+    assert [read_nextn(model) for model in tiny.values()] == [()] * len(tiny)

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             | {"models.output_machines", "models.tool_calls", "models.call_syntax"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
-            | {"models.draft_vocab", "models.draft_head"},
+            | {"models.draft_vocab", "models.draft_head", "models.nextn"},
             {"record_cache"},
         ],
     ),

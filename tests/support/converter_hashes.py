@@ -49,7 +49,8 @@ def hashes(path: Path) -> dict[str, Any]:
         each.name: described(each.tensor_type.name, [int(n) for n in each.shape[::-1]], each.data.tobytes())
         for each in reader.tensors
     }
-    factors = {each.name: each.data.tolist() for each in reader.tensors if each.name.startswith("rope_")}
+    computed = [each for each in reader.tensors if each.name.startswith("rope_") or each.name.endswith(".ssm_a")]
+    factors = {each.name: each.data.tolist() for each in computed}
     return {"keys": dict(sorted(keys.items())), "tensors": dict(sorted(tensors.items())), "factors": factors}
 
 

@@ -28,6 +28,7 @@ Change = Callable[[Stored], Stored]
 N_VOCAB, N_EMBD, N_FF, HEADS, KV_HEADS, HEAD_DIM, N_CTX = 64, 32, 48, 4, 2, 8, 64
 N_EXPERTS, N_FF_EXPERT, N_FF_SHARED = 4, 16, 24
 GATED = ("gate_proj", "up_proj", "down_proj")
+MTP_NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 COMMON = {
     "vocab_size": N_VOCAB,
     "hidden_size": N_EMBD,
@@ -233,6 +234,89 @@ def ernie(config: dict[str, Any]) -> Shapes:
     return model(config, layer)
 
 
+def delta_net(config: dict[str, Any]) -> Shapes:
+    """Of a recurrent layer of Qwen, as its newer models have it."""
+    heads, n_values, n_state = (config[f"linear_{key}"] for key in ("num_key_heads", "num_value_heads", "key_head_dim"))
+    n_k, n_v, prefix = heads * n_state, n_values * n_state, "linear_attn."
+    return {
+        f"{prefix}in_proj_qkv.weight": (2 * n_k + n_v, N_EMBD),
+        f"{prefix}in_proj_z.weight": (n_v, N_EMBD),
+        f"{prefix}in_proj_b.weight": (n_values, N_EMBD),
+        f"{prefix}in_proj_a.weight": (n_values, N_EMBD),
+        f"{prefix}conv1d.weight": (2 * n_k + n_v, 1, config["linear_conv_kernel_dim"]),
+        f"{prefix}A_log": (n_values,),
+        f"{prefix}dt_bias": (n_values,),
+        f"{prefix}norm.weight": (n_state,),
+        f"{prefix}out_proj.weight": (N_EMBD, n_v),
+    }
+
+
+def fused_delta_net(config: dict[str, Any]) -> Shapes:
+    """The same of Qwen3-Next, with matrices joined."""
+    found, prefix = delta_net(config), "linear_attn."
+    joined = {"in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+    for name, parts in joined.items():
+        found[f"{prefix}{name}.weight"] = (sum(found.pop(f"{prefix}{part}.weight")[0] for part in parts), N_EMBD)
+    return found
+
+
+def qwen_hybrid(recurrence: Callable[[dict[str, Any]], Shapes]) -> Callable[[dict[str, Any]], Shapes]:
+    """Of a whole model, with the block that drafts where config.json names one."""
+
+    def shapes(config: dict[str, Any]) -> Shapes:
+        config = {**config, **config.get("text_config", {})}
+        front = "model.language_model." if "text_config" in config else "model."
+        ffn = network()
+        if "num_experts" in config:
+            ffn = router() | experts() | network("mlp.shared_expert", N_FF_SHARED)
+            ffn["mlp.shared_expert_gate.weight"] = (1, N_EMBD)
+        full = attention(config, norms=True)
+        full["self_attn.q_proj.weight"] = (2 * HEADS * config["head_dim"], N_EMBD)
+        kinds = hybrid_kinds(config)
+        found = model(config, lambda n: (full if kinds[n] == FULL else recurrence(config)) | norms() | ffn)
+        found = {name.replace("model.", front, 1): shape for name, shape in found.items()}
+        if "text_config" in config:
+            found["model.visual.patch_embed.proj.weight"] = (8, 3)
+        if config.get("mtp_num_hidden_layers"):
+            found |= {f"mtp.layers.0.{name}": shape for name, shape in (full | norms() | ffn).items()}
+            found |= {f"mtp.{name}": shape for name, shape in norms(*MTP_NORMS).items()}
+            found["mtp.fc.weight"] = (N_EMBD, 2 * N_EMBD)
+        return found
+
+    return shapes
+
+
+def hybrid_kinds(config: dict[str, Any]) -> list[str]:
+    """Of the layers, where config.json does not say them by itself: every fourth has attention."""
+    n_layers = config["num_hidden_layers"]
+    return config.get("layer_types") or [FULL if layer % 4 == 3 else "linear_attention" for layer in range(n_layers)]
+
+
+def lfm2(config: dict[str, Any]) -> Shapes:
+    head_dim, attends = N_EMBD // HEADS, config.get("full_attn_idxs", [])
+    kinds = config.get("layer_types") or [FULL if n in attends else "conv" for n in range(config["num_hidden_layers"])]
+    full = {
+        **{name.replace("o_proj", "out_proj"): shape for name, shape in attention(config).items()},
+        "self_attn.q_layernorm.weight": (head_dim,),
+        "self_attn.k_layernorm.weight": (head_dim,),
+    }
+    convolution: Shapes = {
+        "conv.in_proj.weight": (3 * N_EMBD, N_EMBD),
+        "conv.conv.weight": (N_EMBD, 1, config["conv_L_cache"]),
+        "conv.out_proj.weight": (N_EMBD, N_EMBD),
+    }
+    names = ("w1", "w3", "w2")
+    of_experts = router("feed_forward.gate") | experts("feed_forward.experts", names=names)
+    of_experts["feed_forward.expert_bias"] = (N_EXPERTS,)
+
+    def layer(n: int) -> Shapes:
+        ffn = of_experts if n >= config.get("num_dense_layers", n + 1) else network("feed_forward", N_FF, names)
+        return (full if kinds[n] == FULL else convolution) | norms("operator_norm", "ffn_norm") | ffn
+
+    found = model(config, layer)
+    return {name.replace("model.norm.", "model.embedding_norm."): shape for name, shape in found.items()}
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
@@ -243,6 +327,21 @@ GEMMA = {
     **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
 }
 WINDOW, FULL = "sliding_attention", "full_attention"
+QWEN_HYBRID = {
+    **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 3 + [FULL]},
+    # three value heads for each key head, so that their order shows
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{"linear_conv_kernel_dim": 4, "mtp_num_hidden_layers": 1},
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    },
+}
+QWEN_HYBRID_MOE = {**QWEN_HYBRID, **QWEN_MOE, "shared_expert_intermediate_size": N_FF_SHARED}
+LFM2 = {
+    **{"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"], "conv_L_cache": 3},
+    **{"norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": PLAIN},
+}
 CASES = {
     "llama": Case("LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3, "head_dim": HEAD_DIM}, llama),
     "llama_with_biases": Case(
@@ -401,11 +500,52 @@ CASES = {
         },
         ernie,
     ),
+    "qwen35": Case(
+        *("Qwen3_5ForCausalLM", "qwen3_5_text", {**QWEN_HYBRID, "output_gate_type": "swish"}),
+        qwen_hybrid(delta_net),
+        norm_shift=1.0,
+    ),
+    "qwen35moe": Case(
+        *("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN_HYBRID_MOE), qwen_hybrid(delta_net), norm_shift=1.0
+    ),
+    "qwen3next": Case(
+        *("Qwen3NextForCausalLM", "qwen3_next"),
+        {**QWEN_HYBRID_MOE, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        qwen_hybrid(fused_delta_net),
+        norm_shift=1.0,
+    ),
+    "lfm2": Case(
+        *("Lfm2ForCausalLM", "lfm2"),
+        # two thirds of 65 in multiples of 16
+        {
+            **{**LFM2, "block_ff_dim": 65, "block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0},
+            "block_multiple_of": 16,
+        },
+        lfm2,
+    ),
+    "lfm2moe": Case(
+        *("Lfm2MoeForCausalLM", "lfm2_moe"),
+        {
+            **{**LFM2, **QWEN_MOE, "num_dense_layers": 1, "norm_topk_prob": True, "use_expert_bias": True},
+            "routed_scaling_factor": 1.0,
+        },
+        lfm2,
+    ),
 }
 
 
-def _varied(name: str, **config: Any) -> Case:
-    return replace(CASES[name], config={**CASES[name].config, **config})
+def _varied(name: str, *left_out: str, **config: Any) -> Case:
+    kept = {key: value for key, value in CASES[name].config.items() if key not in left_out}
+    return replace(CASES[name], config={**kept, **config})
+
+
+def _with_images(name: str, architecture: str, model_type: str) -> Case:
+    """The case as the language model of one that also sees, whose matrix of the output is that of the embeddings."""
+    case = CASES[name]
+    text = {**COMMON, **case.config, "model_type": case.model_type, "tie_word_embeddings": True}
+    vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": N_EMBD}
+    config = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, "image_token_id": 5}
+    return replace(case, architecture=architecture, model_type=model_type, config=config)
 
 
 # Other layers, windows and rotations, which make no other tensors.
@@ -427,6 +567,18 @@ VARIED = {
     "gpt_oss_usual_rotation": _varied("gpt_oss", rope_parameters=None),
     "qwen2_fractions": _varied("qwen2", rope_parameters=FRACTIONS),
     "ministral3_usual_rotation": _varied("ministral3", rope_parameters=None),
+    # as transformers 4 spells it, and without the block that drafts
+    "qwen35_old_spelling": _varied(
+        *("qwen35", "rope_parameters", "layer_types", "mtp_num_hidden_layers"),
+        **{"rope_theta": 1e3, "partial_rotary_factor": 0.5, "full_attention_interval": 4},
+    ),
+    "qwen35_as_many_heads": _varied("qwen35", linear_num_key_heads=3, linear_num_value_heads=3),
+    "qwen35_kinds_lost": _varied("qwen35", "layer_types"),
+    "qwen35_tied": _varied("qwen35", tie_word_embeddings=True),
+    "qwen35_with_images": _with_images("qwen35", "Qwen3_5ForConditionalGeneration", "qwen3_5"),
+    "qwen35moe_with_images": _with_images("qwen35moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "lfm2_indices": _varied("lfm2", "layer_types", full_attn_idxs=[1]),
+    "lfm2_as_it_is": _varied("lfm2", "block_ff_dim", block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
     "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),
 }
 
@@ -453,7 +605,8 @@ def _weights(case: Case, config: dict[str, Any]) -> Iterator[tuple[str, tuple[st
             yield name, ("U8", rng.integers(122, 125, shape))
         else:
             codes = rng.integers(-255, 256, shape) / 1024
-            yield name, ("F32", codes + 1 - case.norm_shift if "norm" in name else codes)
+            one = 1.0 if "linear_attn.norm" in name else 1 - case.norm_shift
+            yield name, ("F32", codes + one if "norm" in name else codes)
 
 
 def to_gguf(source: Source, path: Path) -> None:

@@ -12,6 +12,7 @@ from llama_quantize import quantized
 from numpy.testing import assert_allclose, assert_array_equal
 from parts import is_there, missing
 from tiny_experts import write_tiny_experts
+from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
@@ -32,6 +33,7 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 
 TEXTS = (list(range(3, 40)), [5, 8, 200])
+HYBRIDS: tuple[HybridArchitecture, ...] = ("qwen35", "qwen3next", "lfm2moe")
 Found = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
@@ -41,6 +43,7 @@ def models(folder: Path) -> dict[str, Path]:
         "phi3": write_tiny_model(folder / "b.gguf", "phi3", "F32"),
         "qwen2moe": write_tiny_experts(folder / "c.gguf", "qwen2moe", "F32"),
         "fused": write_tiny_experts(folder / "d.gguf", "olmoe", "F32", fused=True),
+        **{name: write_tiny_hybrid(folder / f"{name}.gguf", name, "F32") for name in HYBRIDS},
     }
 
 
@@ -87,7 +90,7 @@ def by_the_reference(path: Path, monkeypatch: pytest.MonkeyPatch) -> Found:
     return {name: (sums[name], counts[name]) for name in sums}
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen2moe", "fused"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen2moe", "fused", *HYBRIDS])
 def test_the_sums_are_those_of_the_reference_with_any_number_of_threads(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +104,8 @@ def test_the_sums_are_those_of_the_reference_with_any_number_of_threads(
         assert_array_equal(found[tensor][0], again[tensor][0])
         assert_array_equal(found[tensor][1], counts)
         assert_allclose(found[tensor][0], sums, rtol=2e-4, atol=1e-5 * sums.max())
-    assert found["blk.1.attn_q.weight" if name != "phi3" else "blk.1.attn_qkv.weight"][1] == 40
+    fused, read = ("phi3", "qwen35", "qwen3next"), {"lfm2moe": "shortconv.in_proj"}
+    assert found[f"blk.1.{read.get(name, 'attn_qkv' if name in fused else 'attn_q')}.weight"][1] == 40
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
@@ -117,7 +121,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path) -> None:
         assert all(not counts.any() for _, counts in model.input_squares().values())
 
 
-@pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen2moe", "fused", "gpt-oss"])
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "qwen2moe", "fused", "gpt-oss", *HYBRIDS])
 def test_the_sums_are_counted_before_a_model_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_tiny_experts(tmp_path / "e.gguf", name, "F32") if name == "gpt-oss" else models(tmp_path)[name]
     with ModelFile.open(path) as file, native_model(file, 64, 1) as model:
