@@ -15,7 +15,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
-from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, TensorRows, read_spec
+from edgeinfer.models import Attention, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 
