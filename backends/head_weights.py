@@ -1,4 +1,7 @@
-"""The output matrix of draft heads whose files leave it out: some of their target's rows, in fewer bits."""
+"""The output matrix of draft heads whose files leave it out: some of their target's rows, in fewer bits.
+
+The block of a model's own file that drafts (`nextn.*`) is a head that gets its matrix in the same way.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.native import _core
 from edgeinfer.common.errors import UnsupportedModel
-from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import HeadSpec, check_target, read_head
+from edgeinfer.models import ModelSpec, TensorRef, read_nextn
+from edgeinfer.models.arrays import Array
+from edgeinfer.models.draft_head import HeadSpec, check_target, head_of_nextn, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
 _THREADS, _STORE_BYTES = 4, 3 << 18  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 1 << 16  # bytes of the target's that are gathered before they are rewritten, 9 times as many with the gaps
+MOST_DRAFTED = 1 << 15  # tokens that a model's own block drafts: each further row takes time, and is rare
+_SPECIAL_TYPES = (3, 4)  # of tokenizer.ggml.token_type: control, user defined
 _GAP = 8  # rows that are read although nobody needs them, rather than reading twice
 
 
@@ -29,13 +35,44 @@ def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -
     spec = read_head(head).beside(of_target)
     check_target(spec, head.path, target, of_target)
     if spec.output_type is not None:
-        matrix, name = of_target.output, spec.decoder.output
-        assert isinstance(matrix, str) and isinstance(name, str)  # whole models have one, and so do these heads
-        if target.tensors[matrix].type == GGMLType.I2_S:
-            raise UnsupportedModel(f"{target.path}: its output matrix is I2_S, of which {head.path} cannot take rows")
-        make = partial(_rows, target, matrix, spec.draft_vocab, spec.output_type)
-        head.define(name, spec.output_type, (len(spec.draft_vocab), of_target.n_embd), make)
+        assert of_target.output is not None  # whole models have one
+        _define_output(head, spec, target, of_target.output)
     return spec
+
+
+def read_nextn_beside(file: ModelFile, of_target: ModelSpec, most: int = MOST_DRAFTED) -> HeadSpec:
+    """Spec of a model's own block that drafts, the first one, as a head. Raises UnsupportedModel where there is none.
+
+    file: the model's, opened once more, to which an output matrix is added.  most: tokens that it drafts; of a larger
+    vocabulary the first ones, which in a vocabulary of merges are the most frequent ones, and the special ones.
+    """
+    blocks = read_nextn(file)
+    if not blocks:
+        raise UnsupportedModel(f"{file.path}: the model has no block that drafts (nextn)")
+    ids, block = np.arange(of_target.n_vocab, dtype=np.int32), blocks[0]
+    if len(ids) > most and of_target.n_embd % GGMLType.Q4_0.block_elements == 0:
+        ids = np.union1d(ids[:most], _special_tokens(file)).astype(np.int32)
+    spec = head_of_nextn(file, of_target, block, ids)
+    if spec.output_type is not None:
+        _define_output(file, spec, file, block.output)
+    return spec
+
+
+def _special_tokens(file: ModelFile) -> NDArray[np.int32]:
+    """Control tokens and those that users defined, which come last in a vocabulary."""
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    found = np.array(types if isinstance(types, (Array, list)) else [], dtype=np.int32)
+    return np.flatnonzero(np.isin(found, _SPECIAL_TYPES)).astype(np.int32)
+
+
+def _define_output(head: ModelFile, spec: HeadSpec, target: ModelFile, matrix: TensorRef) -> None:
+    """Give the head's file the output matrix that it lacks, made of rows of the target's."""
+    name, type = spec.decoder.output, spec.output_type
+    assert isinstance(matrix, str) and isinstance(name, str) and type is not None
+    if target.tensors[matrix].type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{target.path}: its output matrix is I2_S, of which {head.path} cannot take rows")
+    make = partial(_rows, target, matrix, spec.draft_vocab, type)
+    head.define(name, type, (len(spec.draft_vocab), spec.decoder.n_embd), make)
 
 
 def _rows(

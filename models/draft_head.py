@@ -22,6 +22,7 @@ from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array, Strings
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, read_draft_vocab
 from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.nextn import NextnBlock
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader, each_mixer
 from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file, weights_of
 
@@ -34,6 +35,7 @@ OUTPUT_TYPES = (GGMLType.F16, GGMLType.Q8_0, GGMLType.Q4_0)  # that rows of a ta
 _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 MOST_TAPS = 16
 _MOST_DEPTHS = 64  # that matches are known of
+NEXTN_OUTPUT = "nextn.draft_output.weight"  # of no file
 _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 
 
@@ -94,6 +96,28 @@ class ConcatenatedInput:
 
 
 @dataclass(frozen=True)
+class ProjectedInput:
+    """The front of a model's own block that drafts (NextnBlock): what its decoder begins with.
+
+    With the feature f that comes with a token of embedding e, x = projection @ [norm(e, token_norm);
+    norm(f, feature_norm)] (DeepSeek-V3, arXiv:2412.19437).
+    """
+
+    n_embd: int
+    token_norm: str  # (n_embd,)
+    feature_norm: str  # (n_embd,)
+    projection: str  # (n_embd, 2 n_embd)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by role."""
+        return {
+            "token_norm": (self.n_embd,),
+            "feature_norm": (self.n_embd,),
+            "projection": (self.n_embd, 2 * self.n_embd),
+        }
+
+
+@dataclass(frozen=True)
 class FeatureProjection:
     """What makes a head's features of the target's hidden rows h, n_rows numbers of several layers side by side.
 
@@ -115,7 +139,7 @@ class FeatureProjection:
 class HeadSpec:
     """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features."""
 
-    front: GatedFusion | ConcatenatedInput
+    front: GatedFusion | ConcatenatedInput | ProjectedInput
     decoder: ModelSpec
     features: FeatureProjection | None  # None where they are the target's hidden rows themselves
     target: HeadTarget
@@ -128,6 +152,8 @@ class HeadSpec:
     matches: tuple[float, ...] = ()
     # what the target's rows for draft_vocab are rewritten in, where the file leaves them out
     output_type: GGMLType | None = None
+    # whether the feature that it predicts is behind the norm of its output, rather than in front of it
+    normed_feature: bool = False
 
     @property
     def n_embd(self) -> int:
@@ -141,8 +167,9 @@ class HeadSpec:
 
     @property
     def feature_tap(self) -> int:
-        """Layer after which the predicted feature stands, in front of the norm of the output matrix."""
-        return self.decoder.n_layers - 1 if self.decoder.output_norm is not None else self.decoder.n_layers
+        """Layer after which the predicted feature stands, n_layers behind the norm of the output matrix."""
+        is_behind = self.decoder.output_norm is None or self.normed_feature
+        return self.decoder.n_layers if is_behind else self.decoder.n_layers - 1
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -184,6 +211,34 @@ def read_head(file: ModelFile) -> HeadSpec:
         eagle3 = Architecture(EAGLE3, "interleaved", optional=frozenset(), without=without, rope_factors=factors)
         return _Eagle3Reader(eagle3, file).head()
     return _HeadReader(Architecture(ARCHITECTURE, "interleaved", optional=frozenset()), file).head()
+
+
+def head_of_nextn(file: ModelFile, spec: ModelSpec, block: NextnBlock, draft_vocab: NDArray[np.int32]) -> HeadSpec:
+    """A model's own block that drafts, as a head for that model. Its tensors are those of the model's file.
+
+    draft_vocab: (n,) ascending ids of the tokens that it drafts. Where those are not all, the decoder's output matrix
+    is to be made of the model's rows for them, under the name NEXTN_OUTPUT.
+    """
+    is_cut = len(draft_vocab) < spec.n_vocab
+    own_output = None if block.output == spec.output else block.output
+    decoder = replace(
+        spec,
+        n_layers=1,
+        layers=(block.layer,),
+        token_embd=None if block.token_embd == spec.token_embd else block.token_embd,
+        output_norm=block.output_norm,
+        output=NEXTN_OUTPUT if is_cut else own_output,
+        n_logits=len(draft_vocab),
+    )
+    return HeadSpec(
+        front=ProjectedInput(spec.n_embd, block.token_norm, block.hidden_norm, block.projection),
+        decoder=decoder,
+        features=None,
+        target=HeadTarget(spec.architecture, str(file.metadata.get("general.name")), spec.n_vocab, spec.n_embd, ""),
+        draft_vocab=draft_vocab,
+        output_type=GGMLType.Q4_0 if is_cut else None,
+        normed_feature=True,
+    )
 
 
 def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:

@@ -24,7 +24,7 @@ from edgeinfer.models import (
     ShortConv,
     attention_of,
 )
-from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec
+from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec, ProjectedInput
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
 
@@ -58,6 +58,7 @@ _LANES = 16  # numbers that recurrent layers compute together: heads and channel
 PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
     ConcatenatedInput: ("n_embd", "token_norm", "feature_norm", "normed_residual"),
+    ProjectedInput: ("n_embd", "token_norm", "feature_norm", "projection"),
     FeatureProjection: ("n_embd", "n_rows", "n_normed", "matrix", "norm"),
 }
 
@@ -157,6 +158,8 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
     """What a head begins with."""
     if isinstance(head.front, GatedFusion):
         return _core.FrontConfig(_core.FrontKind.gated_fusion)
+    if isinstance(head.front, ProjectedInput):
+        return _core.FrontConfig(_core.FrontKind.projected_input)
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
 
 

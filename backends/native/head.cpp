@@ -8,6 +8,7 @@ std::unique_ptr<Front> make_front(const FrontConfig& front, const DecoderConfig&
         case FrontKind::GatedFusion: return std::make_unique<GatedFusion>(config, weights);
         case FrontKind::ConcatenatedInput:
             return std::make_unique<ConcatenatedInput>(config, weights, front.normed_residual);
+        case FrontKind::ProjectedInput: return std::make_unique<ProjectedInput>(config, weights);
     }
     return nullptr;
 }
@@ -41,6 +42,19 @@ void GatedFusion::run(const Pass& pass, int thread) const {
     });
 }
 
+// joined = [norm of the embedding in x; norm of the feature] of a row, which stay in x_of_token and x_of_feature.
+static void join_normed(const Pass& pass, int c, const float* token_norm, const float* feature_norm) {
+    const Activations& b = pass.b;
+    const int n_embd = pass.config.n_embd;
+    const float epsilon = pass.config.norm_epsilon;
+    const size_t at = static_cast<size_t>(c) * b.ld_embd, n_bytes = sizeof(float) * static_cast<size_t>(n_embd);
+    float* joined = b.joined + static_cast<size_t>(c) * b.ld_joined;
+    pass.kernels.rms_norm(b.x + at, token_norm, n_embd, epsilon, b.x_of_token + at);
+    pass.kernels.rms_norm(b.feature + at, feature_norm, n_embd, epsilon, b.x_of_feature + at);
+    std::memcpy(joined, b.x_of_token + at, n_bytes);
+    std::memcpy(joined + n_embd, b.x_of_feature + at, n_bytes);
+}
+
 ConcatenatedInput::ConcatenatedInput(const DecoderConfig& config, const Weights& weights, bool normed_residual)
     : token_norm_(weights.required_vector("front.token_norm", config.n_embd)),
       feature_norm_(weights.required_vector("front.feature_norm", config.n_embd)),
@@ -48,18 +62,24 @@ ConcatenatedInput::ConcatenatedInput(const DecoderConfig& config, const Weights&
 
 void ConcatenatedInput::run(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
-    const int n_embd = pass.config.n_embd;
-    const float epsilon = pass.config.norm_epsilon;
-    const size_t n_bytes = sizeof(float) * static_cast<size_t>(n_embd);
+    const size_t n_bytes = sizeof(float) * static_cast<size_t>(pass.config.n_embd);
     pass.for_items(thread, pass.n, [&](int c) {
+        join_normed(pass, c, token_norm_, feature_norm_);
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
-        float *joined = b.joined + static_cast<size_t>(c) * b.ld_joined, *x = b.x + at;
-        pass.kernels.rms_norm(x, token_norm_, n_embd, epsilon, b.x_of_token + at);
-        pass.kernels.rms_norm(b.feature + at, feature_norm_, n_embd, epsilon, b.x_of_feature + at);
-        std::memcpy(joined, b.x_of_token + at, n_bytes);
-        std::memcpy(joined + n_embd, b.x_of_feature + at, n_bytes);
-        std::memcpy(x, (normed_residual_ ? b.x_of_feature : b.feature) + at, n_bytes);
+        std::memcpy(b.x + at, (normed_residual_ ? b.x_of_feature : b.feature) + at, n_bytes);
     });
+}
+
+ProjectedInput::ProjectedInput(const DecoderConfig& config, const Weights& weights)
+    : projection_(weights.matrix("front.projection", config.n_embd, 2 * config.n_embd)),
+      token_norm_(weights.required_vector("front.token_norm", config.n_embd)),
+      feature_norm_(weights.required_vector("front.feature_norm", config.n_embd)) {}
+
+void ProjectedInput::run(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    pass.for_items(thread, pass.n, [&](int c) { join_normed(pass, c, token_norm_, feature_norm_); });
+    const Inputs both = pass.plain_inputs(thread, b.joined, b.ld_joined, {&projection_});
+    pass.multiply(thread, projection_, both, b.x, b.ld_embd);
 }
 
 // ---- features ------------------------------------------------------------------------------------------------------

@@ -42,6 +42,17 @@ private:
     bool normed_residual_;
 };
 
+// What a model's own block that drafts begins with (DeepSeek-V3, arXiv:2412.19437).
+class ProjectedInput : public Front {
+public:
+    ProjectedInput(const DecoderConfig& config, const Weights& weights);
+    void run(const Pass& pass, int thread) const override;
+
+private:
+    Matrix projection_;
+    const float *token_norm_, *feature_norm_;
+};
+
 // Makes features (n, n_embd) of rows (n, n_rows) of the target.
 class FeatureProjection {
 public:

@@ -196,7 +196,7 @@ struct DecoderConfig {
 };
 
 // What a draft head begins with in place of the embeddings alone, see head.h.
-enum class FrontKind : int { None, GatedFusion, ConcatenatedInput };
+enum class FrontKind : int { None, GatedFusion, ConcatenatedInput, ProjectedInput };
 
 struct FrontConfig {
     FrontKind kind = FrontKind::None;

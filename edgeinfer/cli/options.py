@@ -21,7 +21,7 @@ from edgeinfer.common.errors import EdgeInferError, InvalidArgument
 from edgeinfer.common.settings import MAX_PARALLEL, CacheType, TernaryBits, options_of, variable_of
 from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
-from edgeinfer.speculation.draft_names import MODEL_FREE
+from edgeinfer.speculation.draft_names import MODEL_FREE, OWN_BLOCK
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 _Texts = TypeVar("_Texts", str, "tuple[str, ...]", None)
-_DRAFTERS = ("auto", "none", *MODEL_FREE)
+_DRAFTERS = ("auto", "none", *MODEL_FREE, OWN_BLOCK)
 _SIMULATED = "fpga-sim"  # only for `edgeinfer fpga simulate`
 _BACKENDS = tuple(name for name in get_args(BackendName) if name != _SIMULATED)
 _CACHE_TYPES = ("f16", "q8_0")  # those of CacheType that llama.cpp also has

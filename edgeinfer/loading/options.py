@@ -140,8 +140,8 @@ def _drafter_names(draft: object) -> str | tuple[str, ...]:
     for name in cast(Sequence[object], draft if several else [draft]):
         if not isinstance(name, (str, os.PathLike)) or not os.fsdecode(name) or several and name in ("auto", "none"):
             raise InvalidArgument(
-                'draft must be "auto", "none", or one or several of "suffix", "answers", "recycling" and the name of a '
-                f"file: found {shown(name)}"
+                'draft must be "auto", "none", or one or several of "suffix", "answers", "recycling", "mtp" and the '
+                f"name of a file: found {shown(name)}"
             )
         found.append(os.fsdecode(name))
     return tuple(found) if several else found[0]
@@ -220,9 +220,10 @@ class LoadOptions(PlanOptions):
         "auto",
         "--drafter",
         check=_draft,
-        help="What drafts, beside -md: auto, none, suffix, answers or recycling. Changes the speed, not the text.",
+        help="What drafts, beside -md: auto, none, suffix, answers, recycling or mtp. Changes the speed, not the text.",
         text="which drafters propose tokens. Drafts change the speed and never the text; only the native backend "
-        'verifies them. "auto" is the model-free drafters ("suffix", "answers", "recycling"). A file, or a name as for '
+        'verifies them. "auto" is the model-free drafters ("suffix", "answers", "recycling"), and the block '
+        'of the model\'s own file that drafts, "mtp", where it has one. A file, or a name as for '
         "`load`, adds a draft model, best with the same vocabulary, or a draft head to these. "
         '"none" or None is no drafter. A sequence is exactly the drafters that it names. A drafter that cannot be used '
         "is left out with a RuntimeWarning that says why.",

@@ -17,7 +17,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.speculation.draft_names import drafters_named
+from edgeinfer.speculation.draft_names import OWN_BLOCK, drafters_named
 from edgeinfer.speculation.plan import DraftChoice, DraftPlan, find_drafters
 
 
@@ -103,7 +103,7 @@ class Planner:
         if draft == "none":
             return None
         named = None if draft == "auto" else drafters_named(draft)[1]
-        if named is not None:
+        if named not in (None, OWN_BLOCK):
             ModelFile.open(named).close()
         if not self._draft_max or not self.is_native:
             return None

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from edgeinfer.common.errors import InvalidArgument
 
 MODEL_FREE = ("suffix", "answers", "recycling")  # those without a model
+OWN_BLOCK = "mtp"  # the block that drafts in the model's own file; "auto" takes it where there is one
 
 
 def drafters_named(draft: str | Sequence[str]) -> tuple[tuple[str, ...], str | None]:
-    """(names of model-free drafters, file of a draft model or a head) that `draft` means.
+    """(names of model-free drafters, file of a draft model or a head, or OWN_BLOCK) that `draft` means.
 
-    "auto": all of them; the name of one: that one; a file: all of them and it. A sequence: what it names. Raises
-    InvalidArgument for two files.
+    "auto": all of them; the name of one: that one; a file or OWN_BLOCK: all of them and it. A sequence: what it names.
+    Raises InvalidArgument for two files.
     """
     if draft == "auto":
         return MODEL_FREE, None

@@ -20,12 +20,13 @@ from edgeinfer.common.errors import BudgetExceeded, EdgeInferError, UnsupportedM
 from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.common.types import Device, MemoryPlan
 from edgeinfer.models import ModelSpec
-from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.draft_vocab import storage_facts
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.speculation.calibration import TimedSession, cached_costs, cost_key, measure_costs
 from edgeinfer.speculation.calibration_text import calibration_tokens
 from edgeinfer.speculation.cost import MAX_TOKENS, CostCurve, CostModel
+from edgeinfer.speculation.draft_names import OWN_BLOCK
 from edgeinfer.speculation.draft_source import DraftSource, head_source, model_source
 from edgeinfer.speculation.drafter_state import DrafterPlacement
 from edgeinfer.speculation.drafters.answers import AnswersDrafter
@@ -67,7 +68,7 @@ def open_speculator(
     if RecyclingDrafter.name in planned.tables:
         drafters.append(RecyclingDrafter(planned.tables[RecyclingDrafter.name]))
     if planned.file is not None:
-        name = drafter_name(planned.file)
+        name = drafter_name(planned.file, planned.spec)
         try:
             drafter, placements[name] = _open_file(planned, planned.file, file, session, device, costs)
             drafters.append(drafter)
@@ -164,11 +165,13 @@ def _open_head(
 ) -> ModelBasedDrafter:
     """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
     head = load_head(source.file, spec, target.model, plan, device)
-    return _drafter_of(source, head, plan, device)
+    # A block of the target's own file, whose costs are others than the target's.
+    facts = () if is_draft_head(source.file) else (OWN_BLOCK, len(spec.draft_vocab))
+    return _drafter_of(source, head, plan, device, *facts)
 
 
 def _drafter_of(
-    source: DraftSource, model: NativeModel | NativeHeadModel, plan: MemoryPlan, device: Device, *facts: str
+    source: DraftSource, model: NativeModel | NativeHeadModel, plan: MemoryPlan, device: Device, *facts: object
 ) -> ModelBasedDrafter:
     """The drafter of a model or a head, which is closed if that fails."""
     try:
@@ -181,7 +184,7 @@ def _drafter_of(
 
 
 def costs_of(
-    file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: str
+    file: ModelFile, session: TimedSession, plan: MemoryPlan, device: Device, calibration_seconds: float, *facts: object
 ) -> CostModel:
     """The costs of a session, from disk or measured now. facts: what else they depend on."""
     of_load = _facts_of(plan, device)

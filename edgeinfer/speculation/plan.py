@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from edgeinfer.backends.head_weights import kept_bytes, read_head_beside
+from edgeinfer.backends.head_weights import kept_bytes, read_head_beside, read_nextn_beside
 from edgeinfer.backends.native import NativeBackend, plan_head
 from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.common.settings import DEFAULT_DRAFT_MAX, LoadSettings
@@ -18,7 +18,7 @@ from edgeinfer.models import ModelSpec, read_draft_spec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, fingerprint, is_draft_head
 from edgeinfer.models.draft_vocab import has_draft_vocab
 from edgeinfer.models.gguf import ModelFile
-from edgeinfer.speculation.draft_names import drafters_named
+from edgeinfer.speculation.draft_names import OWN_BLOCK, drafters_named
 from edgeinfer.speculation.drafters.answer_file import AnswerFile
 from edgeinfer.speculation.drafters.answers import LEAST_TOKENS as LEAST_ANSWER_TOKENS
 from edgeinfer.speculation.drafters.answers import MOST_TOKENS as MOST_ANSWER_TOKENS
@@ -96,7 +96,7 @@ class DraftChoice:
     @property
     def file_name(self) -> str:
         """The drafter of the file, "" without one."""
-        return "" if self.file is None else drafter_name(self.file)
+        return "" if self.file is None else drafter_name(self.file, self.spec)
 
     def table_steps(self, n_ctx: int) -> list[int | None]:
         """Values of FitSettings.tables, the largest tables first, down to the least that are of use, and to none."""
@@ -206,9 +206,11 @@ def find_drafters(
         found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)
     elif draft_memory is not None:
         found.dropped["answers"] = f"{draft_memory} is for them, and `draft` leaves them out"
-    if name is None:
+    if name in (None, OWN_BLOCK):
         if draft_device not in ("auto", "cpu"):
             found.dropped[draft_device] = "there is no draft model (-md) to run there"
+        if name is not None or draft == "auto":
+            _add_own_block(found, plan, is_named=name is not None)
         return found
     try:
         file = ModelFile.open(find_model(name, "draft"))
@@ -235,9 +237,9 @@ def draft_max_of(n_vocab: int) -> int:
     return max(_LEAST_DRAFTED, min(DEFAULT_DRAFT_MAX, _LOGITS_BYTES // (4 * n_vocab) - 1))
 
 
-def drafter_name(file: ModelFile) -> str:
-    """Name of the drafter that uses a file."""
-    return HeadDrafter.name if is_draft_head(file) else ModelDrafter.name
+def drafter_name(file: ModelFile, spec: ModelSpec | HeadSpec | None = None) -> str:
+    """Name of the drafter that uses a file. spec: of what drafts in it, where that is known."""
+    return HeadDrafter.name if isinstance(spec, HeadSpec) or is_draft_head(file) else ModelDrafter.name
 
 
 def _table_bytes(tables: Mapping[str, int], n_ctx: int, n_texts: int) -> int:
@@ -263,6 +265,22 @@ def _add_file(found: DraftChoice, file: ModelFile, plan: MemoryPlan, draft_devic
     found.file = file
     _add_places(found, file, found.spec, plan, draft_device)
     found.plan(plan)
+
+
+def _add_own_block(found: DraftChoice, plan: MemoryPlan, is_named: bool) -> None:
+    """Add the block of the target's own file that drafts, on the CPU. Where it is not named, it may be missing."""
+    of_target = read_spec(found.target)
+    file = ModelFile.open(found.target.path)
+    try:
+        found.spec, found.file = read_nextn_beside(file, of_target), file
+        found.plan(plan)
+    except BaseException as error:
+        file.close()
+        found.spec = found.file = None
+        if not isinstance(error, (EdgeInferError, OSError)) or is_from_handler(error):
+            raise
+        if is_named:
+            found.dropped[OWN_BLOCK] = str(error)
 
 
 def _sizes_of(plan: MemoryPlan, n_threads: int = 1) -> LoadSettings:

@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 from draft_sessions import check_branches_of_a_head
 from exactness import TREE, same_bits
-from peer import llama_cpp_eagle3, llama_cpp_layer_inputs
+from peer import llama_cpp_eagle3, llama_cpp_layer_inputs, llama_cpp_mtp
 from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
+from tiny_hybrids import write_tiny_hybrid
 from tiny_models import write_tiny_model
 
-from edgeinfer.backends.head_weights import read_head_beside
+from edgeinfer.backends.head_weights import read_head_beside, read_nextn_beside
 from edgeinfer.backends.native import NativeBackend, NativeHeadSession, available_isas, load_head, plan_head
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import ContextOverflow, EdgeInferError, Interrupted, ShapeError
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device, Features, TokenIds
-from edgeinfer.models import read_spec
-from edgeinfer.models.draft_head import read_head
+from edgeinfer.models import ModelSpec, read_spec
+from edgeinfer.models.draft_head import HeadSpec, read_head
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.models.tokenizer import Tokenizer
 
 
 @dataclass
@@ -41,7 +43,9 @@ class Heads:
 def heads_of(
     folder: Path, tensor_type: str, kind: int | str, n_embd: int = 256, architecture: str = "llama", **options: object
 ) -> Heads:
-    """kind: the number of blocks of a head with a gate, or "eagle3". Both take more options."""
+    """kind: the number of blocks of a head with a gate, "eagle3", or "mtp". All take more options."""
+    if kind == "mtp":
+        return block_of(folder, tensor_type, n_embd=n_embd, **options)  # type: ignore[arg-type]
     target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
     if kind == "eagle3":
         path = write_tiny_eagle3(folder / "head.gguf", target, tensor_type=tensor_type, **options)  # type: ignore
@@ -52,7 +56,19 @@ def heads_of(
         )  # type: ignore
     file, model = ModelFile.open(path), ModelFile.open(target)
     of_target = read_spec(model)
-    spec = read_head_beside(file, model, of_target)
+    return opened_heads(file, read_head_beside(file, model, of_target), model, of_target)
+
+
+def block_of(folder: Path, tensor_type: str, most: int = 1 << 15, **options: object) -> Heads:
+    """The block of a model's own file that drafts; most: tokens that it does draft, beside the special ones."""
+    path = write_tiny_hybrid(folder / "mtp.gguf", "qwen35", tensor_type, n_nextn=1, **options)  # type: ignore[arg-type]
+    file, model = ModelFile.open(path), ModelFile.open(path)
+    of_target = read_spec(model)
+    return opened_heads(file, read_nextn_beside(file, of_target, most), model, of_target)
+
+
+def opened_heads(file: ModelFile, spec: HeadSpec, model: ModelFile, of_target: ModelSpec) -> Heads:
+    """file: of the head.  model: of the target."""
 
     def native(n_threads: int = 2, isa: str | None = None, n_batch: int = 64) -> NativeHeadSession:
         plan = NativeBackend().plan(model, of_target, LoadSettings(256, n_batch=64, n_threads=n_threads))
@@ -69,12 +85,12 @@ def heads_of(
     )
 
 
-@pytest.fixture(params=[2, "eagle3"], ids=["gate", "eagle3"])
+@pytest.fixture(params=[2, "eagle3", "mtp"], ids=["gate", "eagle3", "mtp"])
 def heads(request: pytest.FixtureRequest, tmp_path: Path) -> Heads:
     return heads_of(tmp_path, "F16", request.param)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2, "eagle3"])
+@pytest.mark.parametrize("kind", [0, 1, 2, "eagle3", "mtp"])
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
 def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: str, kind: int | str) -> None:
     heads = heads_of(tmp_path, tensor_type, kind)
@@ -126,6 +142,41 @@ def test_the_reference_of_eagle3_heads_equals_llama_cpp(
         assert ours.hidden is not None and np.abs(ours.hidden[0] - own).max() < 3e-3 * np.abs(own).max()
         assert np.abs(ours.logits - logits[:, spec.draft_vocab]).max() < 3e-3 * np.abs(ours.logits).max()
         assert np.isneginf(np.delete(logits, spec.draft_vocab, axis=1)).all()
+
+
+def test_the_reference_of_a_block_that_drafts_equals_llama_cpp(tmp_path: Path, llama_cpp: ModuleType) -> None:
+    """With the hidden rows of llama.cpp's own model, which are those of the reference."""
+    path, tokens = (
+        write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", n_nextn=1),
+        np.random.default_rng(1).integers(0, 259, 40),
+    )
+    hidden, logits, own = llama_cpp_mtp(llama_cpp, path, tokens)
+    with ModelFile.open(path) as file, ModelFile.open(path) as model:
+        spec, backend = read_spec(model), ReferenceBackend()
+        session = backend.load(model, spec, backend.plan(model, spec, LoadSettings(64)), Device(1)).session()
+        out = session.forward(tokens, hidden=True)
+        assert out.hidden is not None and np.abs(out.hidden[0] - hidden).max() < 1e-4 * np.abs(hidden).max()
+        block = open_reference_head(file, read_nextn_beside(file, spec), model, spec, 256, "float32")
+        features = np.concatenate([np.zeros_like(hidden[:1]), hidden[:-1]])
+        ours = block.forward(tokens, features, logits="all")
+        assert ours.hidden is not None and np.abs(ours.hidden[0] - own).max() < 1e-3 * np.abs(own).max()
+        assert np.abs(ours.logits - logits).max() < 1e-3 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize("n_embd", [96, 104])
+def test_a_block_that_drafts_has_rows_for_the_first_and_the_special_tokens(tmp_path: Path, n_embd: int) -> None:
+    """Where the rows are whole blocks of the type that they are rewritten in."""
+    heads = block_of(tmp_path, "F16", most=64, n_embd=n_embd)
+    native, reference = heads.native(), heads.reference()
+    ids = native.spec.draft_vocab.tolist()
+    with ModelFile.open(tmp_path / "mtp.gguf") as file:
+        special = sorted(Tokenizer.from_file(file).special_ids)
+    assert len(special) > 2 and ids == ([*range(64), *special] if n_embd == 96 else [*range(291)])
+    tokens, features = heads.rows(30)
+    ours, theirs = (one.forward(tokens, features, logits="all").logits for one in (native, reference))
+    assert ours.shape == (30, len(ids)) and np.abs(ours - theirs).max() < 3e-2 * np.abs(theirs).max()
+    whole = block_of(tmp_path, "F16", n_embd=n_embd).native().forward(tokens, features, logits="all").logits[:, ids]
+    assert np.abs(ours - whole).max() < 0.3 * np.abs(whole).max()  # of 4 bits
 
 
 @pytest.mark.parametrize("options", EAGLE3_OPTIONS, ids=" ".join)

@@ -87,6 +87,52 @@ def llama_cpp_eagle3(
     return features, logits, own
 
 
+def llama_cpp_mtp(llama_cpp: ModuleType, path: Path, tokens: ArrayLike) -> tuple[NDArray[np.float32], ...]:
+    """Hidden rows of a model, and of its block that drafts logits and own rows: (n, n_embd), (n, n_vocab), (n, n_embd).
+
+    tokens: (n,), 128 at most. Raises AttributeError where a build lacks functions that are C++ alone.
+    """
+    lib = llama_cpp.llama_cpp
+    set_nextn = lib._lib["_Z26llama_set_embeddings_nextnP13llama_contextbb"]
+    set_nextn.argtypes = (ctypes.c_void_p, ctypes.c_bool, ctypes.c_bool)
+    row_of = lib._lib["_Z30llama_get_embeddings_nextn_ithP13llama_contexti"]
+    row_of.argtypes, row_of.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.POINTER(ctypes.c_float)
+    ids = np.asarray(tokens).tolist()
+    params = lib.llama_model_default_params()
+    params.load_mtp = True
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
+    n_embd, n_vocab = lib.llama_model_n_embd(model), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+
+    def run(kind: int, rows: NDArray[np.float32] | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        params = lib.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = 128
+        params.n_threads = params.n_threads_batch = 1
+        params.type_k = params.type_v = params.flash_attn_type = 0
+        params.ctx_type = kind
+        context = lib.llama_init_from_model(model, params)
+        set_nextn(context, True, False)
+        batch = lib.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for i, token in enumerate(ids):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+            batch.seq_id[i][0] = 0
+        if rows is not None:
+            batch.embd = rows.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        assert lib.llama_decode(context, batch) == 0
+        batch.embd = None
+        hidden = np.array([np.ctypeslib.as_array(row_of(context, i), (n_embd,)) for i in range(len(ids))])
+        found = [np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (n_vocab,)) for i in range(len(ids))]
+        logits = np.array(found)
+        lib.llama_batch_free(batch)
+        lib.llama_free(context)
+        return hidden, logits
+
+    hidden, _ = run(0, None)
+    own, logits = run(1, np.ascontiguousarray(np.concatenate([np.zeros_like(hidden[:1]), hidden[:-1]])))
+    lib.llama_model_free(model)
+    return hidden, logits, own
+
+
 def llama_cpp_layer_inputs(
     llama_cpp: ModuleType, path: Path, tokens: ArrayLike, layers: Sequence[int]
 ) -> NDArray[np.float32]:

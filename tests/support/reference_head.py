@@ -29,7 +29,7 @@ from edgeinfer.backends.reference_weights import Activations, Weights
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
 from edgeinfer.models import ModelSpec, TensorRef, check_blocks
-from edgeinfer.models.draft_head import GatedFusion, HeadSpec
+from edgeinfer.models.draft_head import ConcatenatedInput, GatedFusion, HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
 
@@ -101,6 +101,8 @@ class ReferenceHeadModel(ReferenceDecoder):
             return self._gated(front, f, e), None
         normed = self.norm(front.feature_norm, f)
         inputs = np.concatenate([self.norm(front.token_norm, e), normed], axis=1)
+        if not isinstance(front, ConcatenatedInput):
+            return self.linear(front.projection, None, inputs), None
         return normed if front.normed_residual else f, inputs
 
     def _gated(self, front: GatedFusion, f: Floats, e: Floats) -> Floats:

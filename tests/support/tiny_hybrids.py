@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -54,6 +54,7 @@ class HybridSizes(Sizes):
     n_used: int = 3
     n_ff_expert: int = 32
     n_ff_shared: int = 64
+    n_nextn: int = 0
 
     @property
     def n_channels(self) -> int:
@@ -82,6 +83,8 @@ def write_tiny_hybrid(
     n_vocab: int = 291,
     n_ctx_train: int = 512,
     tied: bool = False,
+    n_nextn: int = 0,
+    values: Mapping[str, Floats] | None = None,
     types: Mapping[str, str] | None = None,
     metadata: Mapping[str, Value | None] | None = None,
     seed: int = 0,
@@ -90,34 +93,37 @@ def write_tiny_hybrid(
 
     kinds: of the layers, three recurrent ones and then one of attention; in lfm2 the third has attention.  n_key_heads,
     n_value_heads: three value heads for each key head, so that their order shows.  n_state: numbers of a head of the
-    recurrence.  n_leading: dense layers of lfm2moe.  tied: always so in lfm2.
+    recurrence.  n_leading: dense layers of lfm2moe.  tied: always so in lfm2.  n_nextn: blocks that draft, behind the
+    layers, of qwen35, qwen35moe and qwen3next.  values: of some tensors, by whole name.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
     is_lfm2 = architecture.startswith("lfm2")
     n_embd, n_key_heads = n_embd or (256 if is_wide else 96), n_key_heads or (4 if is_wide else 2)
     head_dim = head_dim or (n_embd // n_heads if is_lfm2 else 64 if is_wide else 32)
     kinds = kinds or ["attention" if layer % 4 == 3 - is_lfm2 else "recurrent" for layer in range(4)]
-    heads = n_heads, n_kv_heads, head_dim
+    heads, n_ff = (n_heads, n_kv_heads, head_dim), 512 if is_wide else 128
     sizes = HybridSizes(
-        *(n_embd, len(kinds), *heads, 512 if is_wide else 128, n_vocab, tuple(kinds), n_key_heads),
+        *(n_embd, len(kinds), *heads, n_ff, n_vocab, tuple(kinds), n_key_heads),
         *(n_value_heads or 3 * n_key_heads, n_state or (64 if is_wide else 32)),
-        n_conv=3 if is_lfm2 else 4,
-        n_rotated=head_dim if is_lfm2 else head_dim // 4,
-        n_ff_expert=256 if is_wide else 32,
-        n_ff_shared=256 if is_wide else 64,
+        *((3, head_dim) if is_lfm2 else (4, head_dim // 4)),
     )
+    sizes = replace(sizes, kinds=(*kinds, *["attention"] * n_nextn), n_nextn=n_nextn)
+    sizes = replace(sizes, n_ff_expert=256, n_ff_shared=256) if is_wide else sizes
     writer = named_writer(path, architecture, tensor_type)
     keys = {"context_length": n_ctx_train, **_keys(architecture, sizes, n_leading)}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
     tied = tied or is_lfm2
     for name, shape in _shapes(architecture, sizes, n_leading, tied):
-        _add(writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types or {}), tied, seed)
+        type = type_of(name.removesuffix(".weight"), tensor_type, types or {})
+        _add(writer, name, shape, type, tied, seed, values or {})
     return written(writer, path)
 
 
 def _keys(architecture: str, sizes: HybridSizes, n_leading: int) -> dict[str, Value]:
     keys = size_keys(sizes) | {"rope.dimension_count": sizes.n_rotated}
+    if sizes.n_nextn:
+        keys |= {"block_count": len(sizes.kinds), "nextn_predict_layers": sizes.n_nextn}
     if architecture.startswith("lfm2"):
         keys["attention.head_count_kv"] = [sizes.n_kv_heads * (kind == "attention") for kind in sizes.kinds]
         keys |= {"shortconv.l_cache": sizes.n_conv, "rope.freq_base": 1e6, "vocab_size": sizes.n_vocab}
@@ -164,6 +170,9 @@ def _shapes(architecture: str, sizes: HybridSizes, n_leading: int, tied: bool) -
             of_layer |= _short_conv(sizes) if is_lfm2 else _delta_net(architecture, sizes)
         has_experts = architecture in _WITH_EXPERTS and (architecture != "lfm2moe" or layer >= n_leading)
         of_layer |= _experts(architecture, sizes) if has_experts else _network("", sizes.n_ff, sizes.n_embd)
+        if layer >= len(sizes.kinds) - sizes.n_nextn:
+            of_layer |= {f"nextn.{norm}.weight": (sizes.n_embd,) for norm in ("enorm", "hnorm", "shared_head_norm")}
+            of_layer["nextn.eh_proj.weight"] = (sizes.n_embd, 2 * sizes.n_embd)
         yield from ((f"blk.{layer}.{role}", shape) for role, shape in of_layer.items())
 
 
@@ -222,10 +231,23 @@ def _network(ending: str, n_ff: int, n_embd: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], tensor_type: str, tied: bool, seed: int) -> None:
-    """Add a tensor with numbers that fit its role: no default hides them, and the state remembers some tokens."""
+def _add(
+    writer: gguf.GGUFWriter,
+    name: str,
+    shape: tuple[int, ...],
+    tensor_type: str,
+    tied: bool,
+    seed: int,
+    values: Mapping[str, Floats],
+) -> None:
+    """Add a tensor with numbers that fit its role: no default hides them, and the state remembers some tokens.
+
+    values: of matrices that have others, by name.
+    """
     role, x = name.removesuffix(".weight"), normal(seed, name, shape)
-    if len(shape) == 1:
+    if name in values:
+        add_matrix(writer, name, tensor_type, values[name])
+    elif len(shape) == 1:
         writer.add_tensor(name, _vector(role.partition(".")[2].partition(".")[2] or role, x))
     elif role.endswith(_F32):
         deviation = 0.5 if "conv" in role else _ROUTER_DEVIATION / shape[1] ** 0.5

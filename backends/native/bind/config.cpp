@@ -202,7 +202,8 @@ void bind_enums(nb::module_& m) {
     nb::enum_<FrontKind>(m, "FrontKind")
         .value("none", FrontKind::None)
         .value("gated_fusion", FrontKind::GatedFusion)
-        .value("concatenated_input", FrontKind::ConcatenatedInput);
+        .value("concatenated_input", FrontKind::ConcatenatedInput)
+        .value("projected_input", FrontKind::ProjectedInput);
 }
 
 void bind_blocks(nb::module_& m) {
