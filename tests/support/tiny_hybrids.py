@@ -96,28 +96,31 @@ def write_tiny_hybrid(
     recurrence.  n_leading: dense layers of lfm2moe.  tied: always so in lfm2.  n_nextn: blocks that draft, behind the
     layers, of qwen35, qwen35moe and qwen3next.  values: of some tensors, by whole name.
     """
-    is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
-    is_lfm2 = architecture.startswith("lfm2")
+    is_wide, is_lfm2 = _is_wide(tensor_type, types or {}), architecture.startswith("lfm2")
     n_embd, n_key_heads = n_embd or (256 if is_wide else 96), n_key_heads or (4 if is_wide else 2)
     head_dim = head_dim or (n_embd // n_heads if is_lfm2 else 64 if is_wide else 32)
     kinds = kinds or ["attention" if layer % 4 == 3 - is_lfm2 else "recurrent" for layer in range(4)]
-    heads, n_ff = (n_heads, n_kv_heads, head_dim), 512 if is_wide else 128
+    heads = n_heads, n_kv_heads, head_dim
     sizes = HybridSizes(
-        *(n_embd, len(kinds), *heads, n_ff, n_vocab, tuple(kinds), n_key_heads),
+        *(n_embd, len(kinds), *heads, 512 if is_wide else 128, n_vocab, tuple(kinds), n_key_heads),
         *(n_value_heads or 3 * n_key_heads, n_state or (64 if is_wide else 32)),
         *((3, head_dim) if is_lfm2 else (4, head_dim // 4)),
     )
-    sizes = replace(sizes, kinds=(*kinds, *["attention"] * n_nextn), n_nextn=n_nextn)
-    sizes = replace(sizes, n_ff_expert=256, n_ff_shared=256) if is_wide else sizes
+    wide = {"n_ff_expert": 256, "n_ff_shared": 256} if is_wide else {}
+    sizes = replace(sizes, kinds=(*kinds, *["attention"] * n_nextn), n_nextn=n_nextn, **wide)
     writer = named_writer(path, architecture, tensor_type)
     keys = {"context_length": n_ctx_train, **_keys(architecture, sizes, n_leading)}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
-    tied = tied or is_lfm2
-    for name, shape in _shapes(architecture, sizes, n_leading, tied):
+    for name, shape in _shapes(architecture, sizes, n_leading, tied := tied or is_lfm2):
         type = type_of(name.removesuffix(".weight"), tensor_type, types or {})
         _add(writer, name, shape, type, tied, seed, values or {})
     return written(writer, path)
+
+
+def _is_wide(tensor_type: str, types: Mapping[str, str]) -> bool:
+    """Whether some matrices need rows of 256."""
+    return not {tensor_type, *types.values()}.isdisjoint(BLOCK_256_TYPES)
 
 
 def _keys(architecture: str, sizes: HybridSizes, n_leading: int) -> dict[str, Value]:
