@@ -24,6 +24,7 @@ from edgeinfer.common.settings import (
     option,
     options_of,
     or_none,
+    room_of,
 )
 from edgeinfer.common.sizes import SizeRequest
 
@@ -42,6 +43,7 @@ class LoadKeywords(PlanKeywords, total=False):
     n_threads: int | None
     backend: BackendName
     ternary_bits: TernaryChoice
+    cache_disk: str | int | None
     expert_cache: str | int | None
     expert_device: str | None
     expert_device_bytes: str | int | None
@@ -180,6 +182,17 @@ class LoadOptions(PlanOptions):
         help="Bits per weight of a ternary model in memory; the text is the same. auto: the faster one.",
         text="bits of memory for each weight of a ternary model with the native backend. The text is the same. "
         '"auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.',
+    )
+    cache_disk: str | int | None = option(
+        None,
+        "--cache-disk",
+        check=or_none(room_of("the disk")),
+        metavar="SIZE",
+        help="Disk space to keep contexts for later runs (4GiB); 0: none.  [default: none, 4GiB in chat]",
+        text="disk space for what texts have in the KV cache, in the user's cache folder, so that a later text that "
+        'begins so need not read it again, in another process too: bytes, or a text such as "4GiB". With the native '
+        "backend, for models without recurrent layers. The text is the same. Whoever can read the folder can learn the "
+        "texts; it is the user's own. None is nothing on disk.",
     )
     expert_cache: str | int | None = option(
         "auto",
