@@ -89,7 +89,7 @@ class NativeSegments(Segments):
 
     @override
     def byte_sum(self, data: Buffer, before: int) -> int:
-        return _core.byte_sum(data, before)
+        return _core.byte_sum(np.frombuffer(data, np.uint8), before)
 
     @override
     def read(self, tokens: Sequence[int], files: Sequence[SegmentFile]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from edgeinfer.backends.base import SegmentedSession, Session
 from edgeinfer.common.errors import warn
@@ -14,28 +16,40 @@ from edgeinfer.loading.backend_choice import PlannedModel
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.models.gguf import ModelFile
 
+_AUTO_BYTES = 4 << 30
+_AUTO_SHARE = 4  # of the free space, one of so many parts at most
+
 
 def open_contexts(
     file: ModelFile, planned: PlannedModel, options: LoadOptions, session: Session
 ) -> ContextCache | None:
     """What keeps contexts on disk, None where nothing is to be kept or, with a RuntimeWarning, can be."""
-    n_bytes = parse_size(options.cache_disk, "cache_disk", "the disk").n_bytes if options.cache_disk else None
-    if n_bytes is None:
+    if not options.cache_disk:
         return None
-    if (reason := _obstacle(planned, options, session)) is None:
-        path = contexts_folder()
-        if path is None:
-            reason = "this user has no home folder, set HOME or XDG_CACHE_HOME"
-        else:
-            folder = SizedFolder(path, n_bytes)
-            try:
-                folder.check()
-                name = str(file.metadata.get("general.name") or file.path.stem)
-                return ContextCache(folder, ModelContent(file), name, planned.plan.cache_type, _version())
-            except (OSError, EOFError) as error:
-                reason = f"{path}: {getattr(error, 'strerror', None) or error}"
-    warn(f"contexts are not kept on disk: {reason}")
+    path, reason = contexts_folder(), _obstacle(planned, options, session)
+    if path is None:
+        reason = "this user has no home folder, set HOME or XDG_CACHE_HOME"
+    elif reason is None:
+        try:
+            folder = SizedFolder(path, _most_bytes(options.cache_disk, path))
+            folder.check()
+            name = str(file.metadata.get("general.name") or file.path.stem)
+            return ContextCache(folder, ModelContent(file), name, planned.plan.cache_type, _version())
+        except (OSError, EOFError) as error:
+            reason = f"{path}: {getattr(error, 'strerror', None) or error}"
+    if options.cache_disk != "auto":
+        warn(f"contexts are not kept on disk: {reason}")
     return None
+
+
+def _most_bytes(requested: str | int, path: Path) -> int:
+    """Bytes of all contexts on disk. Raises OSError."""
+    n_bytes = parse_size(requested, "cache_disk", "the disk").n_bytes
+    if n_bytes is not None:
+        return n_bytes
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    kept = sum(file.n_bytes for file in SizedFolder(path, 0).files())
+    return min(_AUTO_BYTES, (shutil.disk_usage(there).free + kept) // _AUTO_SHARE)
 
 
 def _obstacle(planned: PlannedModel, options: LoadOptions, session: Session) -> str | None:

@@ -66,6 +66,10 @@ def _size(parse: Callable[[object], SizeRequest], name: str, value: object) -> o
     return value if n_bytes is None or isinstance(value, str) else n_bytes
 
 
+def _cache_disk(name: str, value: object) -> object:
+    return value if value == "auto" else room_of("the disk")(name, value)
+
+
 def _expert_cache(name: str, value: object) -> object:
     from edgeinfer.offload.cache_size import parse
 
@@ -186,13 +190,14 @@ class LoadOptions(PlanOptions):
     cache_disk: str | int | None = option(
         None,
         "--cache-disk",
-        check=or_none(room_of("the disk")),
+        check=or_none(_cache_disk),
         metavar="SIZE",
-        help="Disk space to keep contexts for later runs (4GiB); 0: none.  [default: none, 4GiB in chat]",
-        text="disk space for what texts have in the KV cache, in the user's cache folder, so that a later text that "
-        'begins so need not read it again, in another process too: bytes, or a text such as "4GiB". With the native '
-        "backend, for models without recurrent layers. The text is the same. Whoever can read the folder can learn the "
-        "texts; it is the user's own. None is nothing on disk.",
+        help="Disk space to keep contexts for later runs (2GiB); 0: none.  [default: none; in chat at most 4GiB]",
+        text="disk space, in the user's cache folder, for what texts have in the KV cache, so that a later text that "
+        'begins so need not read it again, in another process too: bytes, or a text such as "2GiB". The native '
+        "backend does that, for models without recurrent layers; the text is the same. Whoever can read the folder can "
+        'learn the texts; it is readable for the user only. None or 0 is nothing on disk. "auto" is 4 GiB or a quarter '
+        "of the free space, and says nothing where contexts cannot be kept.",
     )
     expert_cache: str | int | None = option(
         "auto",
