@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from edgeinfer.backends.base import SegmentedSession, SegmentFile, Segments, Session
 from edgeinfer.common.errors import CacheFull, EdgeInferError
@@ -32,6 +32,15 @@ def contexts_folder() -> Path | None:
     """Where contexts are kept, None where the user has no folder for caches."""
     folder = cache_folder()
     return None if folder is None else folder / "contexts"
+
+
+class _Job(NamedTuple):
+    """A block to be written: a segment of a text in the layers of a kind."""
+
+    text: KeptText
+    number: int
+    kind: int
+    stamp: int
 
 
 class KeptText:
@@ -190,7 +199,9 @@ class ContextCache:
         self._content, self._facts = content, facts
         self._first_key: bytes | None = None
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[KeptText, int, int]] = deque(maxlen=_MOST_JOBS)
+        # Of windows first: their segments give way to the next ones.
+        self._of_windows: deque[_Job] = deque(maxlen=_MOST_JOBS)
+        self._others: deque[_Job] = deque(maxlen=_MOST_JOBS)
         self._is_busy = self._is_closing = self._must_end = False
         self._thread: threading.Thread | None = None
 
@@ -217,7 +228,8 @@ class ContextCache:
     def put(self, text: KeptText, number: int, stamp: int) -> None:
         """Have a segment of a text written."""
         with self._changed:
-            self._jobs.append((text, number, stamp))
+            for kind in text.segments.n_bytes:
+                (self._of_windows if kind else self._others).append(_Job(text, number, kind, stamp))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="edgeinfer-contexts", daemon=True)
                 self._thread.start()
@@ -226,7 +238,7 @@ class ContextCache:
     def flush(self, seconds: float = _CLOSING_SECONDS) -> bool:
         """Wait until all is written, at most so long; whether it is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._jobs or self._is_busy), seconds)
+            return self._changed.wait_for(lambda: not (self._has_jobs or self._is_busy), seconds)
 
     def close(self) -> None:
         """Write what texts have noted, for some seconds at most, and end."""
@@ -247,48 +259,52 @@ class ContextCache:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
         while (job := self._next_job()) is not None:
             try:
-                self._store(*job)
+                self._store(job)
             except LookupError:  # the text has been cut, or others needed the memory
                 pass
-            except (OSError, EdgeInferError) as error:
+            except (OSError, EOFError, EdgeInferError) as error:
                 self._give_up(error)
             finally:
                 with self._changed:
                     self._is_busy = False
                     self._changed.notify_all()
 
-    def _next_job(self) -> tuple[KeptText, int, int] | None:
+    @property
+    def _has_jobs(self) -> bool:
+        return bool(self._of_windows or self._others)
+
+    def _next_job(self) -> _Job | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._jobs or self._is_closing)
-            if not self._jobs or self._must_end:
+            self._changed.wait_for(lambda: self._has_jobs or self._is_closing)
+            if not self._has_jobs or self._must_end:
                 return None
             self._is_busy = True
-            return self._jobs.popleft()
+            return (self._of_windows or self._others).popleft()
 
     def _give_up(self, error: Exception) -> None:
         self.problem = getattr(error, "strerror", None) or str(error)
         with self._changed:
-            self._jobs.clear()
+            self._of_windows.clear()
+            self._others.clear()
 
-    def _store(self, text: KeptText, number: int, stamp: int) -> None:
-        """Write the blocks of a segment that there are not yet."""
-        segments = text.segments
+    def _store(self, job: _Job) -> None:
+        """Write a block, unless it is there. Raises LookupError where its bytes are gone, OSError."""
+        segments = job.text.segments
         if self.first_key(segments) is None:
             self._content.compute(lambda: not self._must_end)
             if self.first_key(segments) is None:
                 return
-        for kind in segments.n_bytes:
-            block, used_ns = text.block(number, kind), text.used_ns(number)
-            if self.folder.touch(block.name, block.file_bytes, used_ns):
-                continue
+        block, used_ns = job.text.block(job.number, job.kind), job.text.used_ns(job.number)
+        if self.folder.touch(block.name, block.file_bytes, used_ns):
+            return
 
-            def fill(file: BinaryIO, block: Block = block, kind: int = kind) -> None:
-                sum_of_bytes = segments.byte_sum(block.header(), 0)
-                file.write(bytes(HEADER_BYTES))
-                for piece in segments.pieces(kind, number, stamp):
-                    sum_of_bytes = segments.byte_sum(piece, sum_of_bytes)
-                    file.write(piece)
-                file.seek(0)
-                file.write(write_header(block, sum_of_bytes))
+        def fill(file: BinaryIO) -> None:
+            sum_of_bytes = segments.byte_sum(block.header(), 0)
+            file.write(bytes(HEADER_BYTES))
+            for piece in segments.pieces(job.kind, job.number, job.stamp):
+                sum_of_bytes = segments.byte_sum(piece, sum_of_bytes)
+                file.write(piece)
+            file.seek(0)
+            file.write(write_header(block, sum_of_bytes))
 
-            self.folder.write(block.name, block.file_bytes, used_ns, fill)
+        self.folder.write(block.name, block.file_bytes, used_ns, fill)
