@@ -214,6 +214,8 @@ class Scheduler:
         """Let another thread make the next pass."""
         with self._condition:
             self._leader = None
+            if any(sequence.is_cancelled for sequence in self._running):  # there need not be a next pass
+                self._sweep()
             self._condition.notify_all()
 
     def _check_others(self, sequences: SequenceOf[Sequence], me: int) -> None:
