@@ -337,10 +337,12 @@ class Segments(Protocol):
         """A value that the segment never has again once the sequence was cut before its end."""
         ...
 
-    def pieces(self, kind: int, number: int, stamp: int) -> Iterator[memoryview]:
+    def pieces(self, kind: int, number: int, n_tokens: int, stamp: int) -> Iterator[memoryview]:
         """The bytes of a segment, a few at a time; a piece is valid until the next one. In any thread, at any time.
 
-        Raises LookupError where the segment is gone, or the sequence was cut before its end since it had this stamp.
+        n_tokens: of those of the segment that are committed; the bytes of the others mean nothing.  Raises LookupError
+        where the segment is gone, or the sequence was cut before its end since it had this stamp, and where it is not
+        whole and a pass runs.
         """
         ...
 
@@ -363,8 +365,9 @@ class Segments(Protocol):
     def read(self, tokens: Sequence[int], files: Sequence[SegmentFile]) -> bool:
         """Commit one more segment, of these tokens, from files; False where their bytes are damaged or not to be read.
 
-        n_past is a multiple of n_tokens. Layers whose kind no file has give up what they have up to here; see `reach`.
-        Raises CacheFull where memory is missing. Nothing has changed then, nor where it is False.
+        n_past is a multiple of n_tokens. Of a segment, fewer tokens than it has may be committed. Layers whose kind no
+        file has give up what they have up to here; see `reach`. Raises CacheFull where memory is missing. Nothing has
+        changed then, nor where it is False.
         """
         ...
 

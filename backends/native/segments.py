@@ -65,13 +65,13 @@ class NativeSegments(Segments):
         return self._state.stamp(number)
 
     @override
-    def pieces(self, kind: int, number: int, stamp: int) -> Iterator[memoryview]:
+    def pieces(self, kind: int, number: int, n_tokens: int, stamp: int) -> Iterator[memoryview]:
         """See Segments.pieces. A piece is a layer, so that the lock of the pool is held for little."""
         piece = np.empty(0, np.uint8)
         for layer in self._layers[kind]:
             if len(piece) != (n_bytes := self._state.segment_bytes(layer)):
                 piece = np.empty(n_bytes, np.uint8)
-            if not self._state.copy_segment(layer, number, stamp, piece):
+            if not self._state.copy_segment(layer, number, n_tokens, stamp, piece):
                 raise LookupError(f"segment {number} is gone")
             yield piece.data
 
@@ -96,7 +96,7 @@ class NativeSegments(Segments):
         parts = [
             (list(self._layers[of.kind]), of.descriptor, of.path, of.first_byte, of.before, of.sum) for of in files
         ]
-        was_read = self._session.add_committed(tokens, lambda: self._state.read_segment(parts))
+        was_read = self._session.add_committed(tokens, lambda: self._state.read_segment(parts, len(tokens)))
         if was_read is None:
             raise CacheFull(self._session.n_ctx)
         return was_read

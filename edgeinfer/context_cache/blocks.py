@@ -3,6 +3,9 @@
 A block is a header and the bytes of one segment in the layers of one kind (edgeinfer.backends.base.Segments). The key
 of a segment is the hash of the key of the one before it and its own tokens; the first one follows a hash of the model
 and the form of the cache. So a text finds the blocks of its beginning, and no others, whoever wrote them.
+
+A tail is the block of a last segment that is not whole, and has its tokens with it: a text that begins as another one
+may go on differently in its midst. Its key is a hash of that of the segment before it, so that there is one.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +26,11 @@ KEY_BYTES = 32
 _MAGIC = b"edgeinfer context"
 _VERSION = 1
 _NAME_BYTES, _TYPE_BYTES = 64, 16
-# magic, version, kind, number of the segment, tokens of it, bytes, key, name of the model, type of the cache
-_FIELDS = struct.Struct(f"<20sIiIIQ{KEY_BYTES}s{_NAME_BYTES}s{_TYPE_BYTES}s")
+_MOST_TOKENS = 128  # of a tail
+_TAIL = b"tail"
+# magic, version, kind, number of the segment, tokens of it, bytes, key, name of the model, type of the cache, tokens of
+# a tail
+_FIELDS = struct.Struct(f"<20sIiIIQ{KEY_BYTES}s{_NAME_BYTES}s{_TYPE_BYTES}s{4 * _MOST_TOKENS}s")
 _SUM = struct.Struct("<Q")  # at the end of the header: of the header before it, and then of the bytes
 HEADER_BYTES = _FIELDS.size + _SUM.size
 
@@ -44,6 +50,7 @@ class Block:
     n_bytes: int
     model: str
     cache_type: str
+    tokens: tuple[int, ...] = ()  # of a tail
 
     @property
     def name(self) -> str:
@@ -59,7 +66,7 @@ class Block:
         """The header without the checksum."""
         names = self.model.encode()[:_NAME_BYTES], self.cache_type.encode()[:_TYPE_BYTES]
         numbers = _VERSION, self.kind, self.number, self.n_tokens, self.n_bytes
-        return _FIELDS.pack(_MAGIC, *numbers, self.key, *names)
+        return _FIELDS.pack(_MAGIC, *numbers, self.key, *names, np.asarray(self.tokens, "<i4").tobytes())
 
 
 def first_key(*facts: object) -> bytes:
@@ -72,13 +79,20 @@ def next_key(key: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.blake2b(key + np.asarray(tokens, "<i4").tobytes(), digest_size=KEY_BYTES).digest()
 
 
+def tail_key(key: bytes) -> bytes:
+    """The key of a tail after the segment with a key."""
+    return hashlib.blake2b(key + _TAIL, digest_size=KEY_BYTES).digest()
+
+
 def write_header(block: Block, sum_of_bytes: int) -> bytes:
     """The whole header, with the checksum of what follows it."""
     return block.header() + _SUM.pack(sum_of_bytes)
 
 
-def segment_file(block: Block, descriptor: int, path: Path, segments: Segments) -> SegmentFile | None:
-    """Where the bytes of a block are in its open file; None for a file that is another one or damaged."""
+def segment_file(
+    block: Block, descriptor: int, path: Path, segments: Segments
+) -> tuple[SegmentFile, tuple[int, ...]] | None:
+    """Where the bytes of a block are in its open file, and of a tail its tokens; None for another or a damaged file."""
     try:
         if os.fstat(descriptor).st_size != block.file_bytes:
             return None
@@ -87,18 +101,13 @@ def segment_file(block: Block, descriptor: int, path: Path, segments: Segments) 
         return None
     if len(data) != HEADER_BYTES or (found := _read_header(data)) is None:
         return None
-    # Whose name it has is not told by the key: the same file may have several.
-    if (found.key, found.kind, found.number, found.n_tokens, found.n_bytes) != (
-        block.key,
-        block.kind,
-        block.number,
-        block.n_tokens,
-        block.n_bytes,
-    ):
+    # The model's name may be another: that of the same content elsewhere. A tail is what it says.
+    same = replace(found, model=block.model, n_tokens=block.n_tokens, tokens=()) if found.tokens else found
+    if replace(same, model=block.model) != block:
         return None
     (expected,) = _SUM.unpack_from(data, _FIELDS.size)
     before = segments.byte_sum(data[: _FIELDS.size], 0)
-    return SegmentFile(block.kind, descriptor, path, HEADER_BYTES, before, expected)
+    return SegmentFile(block.kind, descriptor, path, HEADER_BYTES, before, expected), found.tokens
 
 
 def block_of(folder: Path, kept: Kept) -> Block | None:
@@ -110,8 +119,9 @@ def block_of(folder: Path, kept: Kept) -> Block | None:
 
 
 def _read_header(data: bytes) -> Block | None:
-    magic, version, kind, number, n_tokens, n_bytes, key, model, cache_type = _FIELDS.unpack_from(data)
+    magic, version, kind, number, n_tokens, n_bytes, key, model, cache_type, tail = _FIELDS.unpack_from(data)
     if magic.rstrip(b"\0") != _MAGIC or version != _VERSION:
         return None
     model, cache_type = (text.rstrip(b"\0").decode(errors="replace") for text in (model, cache_type))
-    return Block(key, kind, number, n_tokens, n_bytes, model, cache_type)
+    tokens = np.frombuffer(tail, "<i4")[:n_tokens].tolist() if n_tokens < _MOST_TOKENS else []
+    return Block(key, kind, number, n_tokens, n_bytes, model, cache_type, tuple(tokens))

@@ -100,6 +100,8 @@ class SizedFolder:
                 with os.fdopen(os.open(partial, _NEW, 0o600), "wb") as file:
                     fill(file)
                 os.utime(partial, ns=(used_ns, used_ns))
+                with suppress(FileNotFoundError):
+                    self._n_bytes -= os.lstat(self.path / name).st_size
                 os.replace(partial, self.path / name)
             except BaseException:
                 partial.unlink(missing_ok=True)

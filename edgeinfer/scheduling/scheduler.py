@@ -546,7 +546,7 @@ class Scheduler:
         if sequence.kept is not None:
             with suppress(EdgeInferError):  # of a backend that is lost
                 sequence.kept.leave()
-                sequence.kept.note()
+                sequence.kept.note(is_last=True)
             sequence.kept = None
         speculator, text = sequence.speculator, sequence.drafted
         sequence.drafted = sequence.speculator = None

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from edgeinfer.backends.base import Rows, Session
 from edgeinfer.common.types import Logits
-from edgeinfer.context_cache.cache import KeptText
+from edgeinfer.context_cache.kept_text import KeptText
 from edgeinfer.scheduling.request import Request
 from edgeinfer.speculation.drafted_text import DraftedText
 from edgeinfer.speculation.pipeline import Speculator

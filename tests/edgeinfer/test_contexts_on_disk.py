@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from edgeinfer.backends.base import SegmentedSession
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.completion import Completion
 from edgeinfer.context_cache import folder as folders
-from edgeinfer.context_cache.blocks import HEADER_BYTES, block_of
+from edgeinfer.context_cache.blocks import HEADER_BYTES, Block, block_of
 from edgeinfer.context_cache.cache import contexts_folder
-from edgeinfer.context_cache.folder import SizedFolder
+from edgeinfer.context_cache.folder import Kept, SizedFolder
 from edgeinfer.engine import Engine
 
 pytestmark = pytest.mark.usefixtures("native")
@@ -44,6 +44,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 
 
 PROMPT = tokens(700)
+FOUND = len(PROMPT) - 1  # all of it but the last token, which is always run
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_what_is_read_from_disk_gives_the_text_of_what_is_computed(models: Path,
     whole = ask(path, cache_disk=None, **options)
     assert ask(path, **options).tokens == whole.tokens
     again = ask(path, **options)
-    assert again.usage.cached_tokens == 640 and again.tokens == whole.tokens
+    assert again.usage.cached_tokens == FOUND and again.tokens == whole.tokens
     longer = [*PROMPT, *whole.tokens, *tokens(60, seed=1)]
     assert ask(path, longer, **options).tokens == ask(path, longer, cache_disk=None, **options).tokens
     other = [*PROMPT[:500], *tokens(100, seed=2)]  # which leaves the kept text in the midst of it
@@ -119,7 +120,7 @@ def test_layers_with_sinks_and_experts(models: Path) -> None:
     whole = ask(path, cache_disk=None, n_batch=32)
     assert ask(path, n_batch=32).tokens == whole.tokens
     again = ask(path, n_batch=64, expert_cache="50%")
-    assert again.usage.cached_tokens == 640 and again.tokens == whole.tokens
+    assert again.usage.cached_tokens == FOUND and again.tokens == whole.tokens
 
 
 def test_what_an_answer_adds_is_found_too(path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_text_in_memory_goes_before_one_on_disk(path: Path) -> None:
     with load(path) as engine:
         first = engine.generate(PROMPT, **ASKED)
         again = engine.generate([*PROMPT, *first.tokens, 9], **ASKED)
-        assert first.usage.cached_tokens == 640
+        assert first.usage.cached_tokens == FOUND
         assert again.usage.cached_tokens == len(PROMPT) + len(first.tokens) - 1
 
 
@@ -169,7 +170,7 @@ def test_drafts_go_on_after_a_text_from_disk(models: Path, path: Path, kind: str
             engine.speculator.costs = FixedCosts()
             found = engine.generate(prompt, **ASKED)
         assert found.tokens == whole.tokens
-    assert found.usage.cached_tokens == 384
+    assert found.usage.cached_tokens == len(prompt) - 1
     assert found.timings.speculation is not None
     assert kind == "auto" or found.timings.speculation.steps < len(found.tokens)
 
@@ -192,14 +193,14 @@ def test_one_changed_weight_is_another_model(path: Path, tmp_path: Path) -> None
     other.write_bytes(changed)
     assert ask(other).usage.cached_tokens == 0
     (tmp_path / "same.gguf").write_bytes(path.read_bytes())
-    assert ask(tmp_path / "same.gguf").usage.cached_tokens == 640, "the content counts, not the name"
+    assert ask(tmp_path / "same.gguf").usage.cached_tokens == FOUND, "the content counts, not the name"
 
 
 def test_another_type_of_cache_finds_nothing(models: Path) -> None:
     path = write_tiny_model(models / "wide.gguf", n_ctx_train=1024)
     ask(path)
     assert ask(path, cache_type="q8_0").usage.cached_tokens == 0
-    assert ask(path, cache_type="f16", n_batch=16, n_threads=2, n_ctx=900).usage.cached_tokens == 640
+    assert ask(path, cache_type="f16", n_batch=16, n_threads=2, n_ctx=900).usage.cached_tokens == FOUND
 
 
 def test_another_token_at_the_beginning_finds_nothing(path: Path) -> None:
@@ -223,10 +224,11 @@ def cases(data: bytes) -> Iterator[tuple[str, bytes]]:
     yield "zeros", bytes(len(data))
 
 
-def test_each_damaged_byte_is_a_miss(path: Path, folder: Path) -> None:
-    short = PROMPT[:140]
+@pytest.mark.parametrize("is_tail", [False, True])
+def test_each_damaged_byte_is_a_miss(path: Path, folder: Path, is_tail: bool) -> None:
+    short = PROMPT[:150]
     ask(path, short)
-    (name,) = names(folder)
+    (name,) = (each.name for each in SizedFolder(folder, 0).files() if is_block(folder, each, is_tail))
     data = (folder / name).read_bytes()
     with load(path) as engine:
         whole = engine.session.forward(short, logits="last").logits
@@ -239,13 +241,40 @@ def test_each_damaged_byte_is_a_miss(path: Path, folder: Path) -> None:
             assert text is not None
             while text.is_reading:
                 text.read(1.0)
-            assert engine.session.n_past == (128 if what == "whole" else 0), what
+            assert engine.session.n_past == (149 if what == "whole" else 128 if is_tail else 0), what
             if what == "whole":
-                rest = engine.session.forward(short[128:], logits="last").logits
+                rest = engine.session.forward(short[149:], logits="last").logits
                 assert rest.tobytes() == whole.tobytes()
             engine.session.truncate(0)
             n += 1
         assert n > 200
+
+
+def is_block(folder: Path, kept: Kept, is_tail: bool) -> bool:
+    block = block_of(folder, kept)
+    assert block is not None
+    return bool(block.tokens) == is_tail
+
+
+def tails(folder: Path) -> list[int]:
+    """The numbers of segments that are not whole."""
+    blocks = [block_of(folder, each) for each in SizedFolder(folder, 0).files()]
+    return [block.number for block in blocks if block is not None and block.tokens]
+
+
+def test_a_tail_serves_texts_that_go_on_otherwise(path: Path, folder: Path) -> None:
+    first = ask(path, PROMPT[:200])
+    assert tails(folder) == [1]
+    other = [*PROMPT[:190], *tokens(40, seed=8)]
+    found = ask(path, other)
+    assert found.usage.cached_tokens == 190
+    assert found.tokens == ask(path, other, cache_disk=None).tokens
+    longer = [*PROMPT[:200], *first.tokens, *tokens(60, seed=9)]
+    ask(path, longer)  # beyond the segment: the tail in it is of no use any more
+    assert tails(folder) == [2]
+    again = ask(path, longer)
+    assert again.usage.cached_tokens == len(longer) - 1
+    assert again.tokens == ask(path, longer, cache_disk=None).tokens
 
 
 @pytest.mark.parametrize("number", [0, 2, 4])
@@ -261,7 +290,7 @@ def test_a_damaged_block_ends_what_is_read(models: Path, folder: Path, architect
     found = ask(path, **options)
     assert found.usage.cached_tokens == (0 if architecture == "gemma3" and number < 4 else 128 * number)
     assert found.tokens == whole.tokens
-    assert ask(path, **options).usage.cached_tokens == 640, "it was written again"
+    assert ask(path, **options).usage.cached_tokens == FOUND, "it was written again"
 
 
 def test_without_blocks_of_a_window_less_is_read(models: Path, folder: Path) -> None:
@@ -283,7 +312,7 @@ def test_without_blocks_of_a_window_less_is_read(models: Path, folder: Path) -> 
             assert found.usage.cached_tokens == 128 * number
     found = ask(path, **options)
     assert found.tokens == whole.tokens
-    assert ask(path, **options).usage.cached_tokens == 640
+    assert ask(path, **options).usage.cached_tokens == FOUND
 
 
 def test_a_block_under_another_name_is_a_miss(path: Path, folder: Path) -> None:
@@ -368,7 +397,7 @@ def test_a_folder_that_can_only_be_read_is_read(
             assert engine.contexts is not None and engine.contexts.flush(60)
             assert engine.contexts.problem == os.strerror(error)
             assert engine.generate(PROMPT, **ASKED).tokens == whole.tokens
-    assert found.usage.cached_tokens == 640 and names(folder) == before
+    assert found.usage.cached_tokens == len(PROMPT) and names(folder) == before
 
 
 def test_a_folder_of_another_user_is_refused(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,23 +440,22 @@ def total(folder: Path) -> int:
 
 def test_the_size_holds_and_the_oldest_go_first(path: Path, folder: Path) -> None:
     ask(path, PROMPT[:300])
-    a_block = total(folder) // 2
-    most = 6 * a_block
+    most = 3 * total(folder)  # two segments and a tail each
     others = [tokens(300, seed=10 + n) for n in range(3)]
     for prompt in others:
         ask(path, prompt, cache_disk=most)
         assert total(folder) <= most
-        assert ask(path, PROMPT[:300], cache_disk=most).usage.cached_tokens == 256, "it was used last"
-    assert len(names(folder)) == 6
+        assert ask(path, PROMPT[:300], cache_disk=most).usage.cached_tokens == 299, "it was used last"
+    assert len(names(folder)) == 9
     assert ask(path, others[0], cache_disk=most).usage.cached_tokens == 0
     assert ask(path, others[2], cache_disk=most).usage.cached_tokens >= 128
 
 
 def test_of_a_text_the_end_goes_first(path: Path, folder: Path) -> None:
     ask(path)
-    a_block = total(folder) // 5
-    ask(path, tokens(300, seed=9), cache_disk=5 * a_block)
-    assert ask(path, cache_disk=5 * a_block).usage.cached_tokens == 384
+    most = total(folder)  # five segments and a tail
+    ask(path, tokens(300, seed=9), cache_disk=most)
+    assert ask(path, cache_disk=most).usage.cached_tokens == 384
 
 
 def test_a_size_below_a_block_keeps_nothing(path: Path, folder: Path) -> None:
@@ -509,7 +537,7 @@ def test_a_process_that_is_killed_while_it_writes_leaves_whole_blocks(path: Path
     assert len(names(folder)) == 2 and len(list(folder.glob(".partial*"))) == 1
     found = ask(path)
     assert found.usage.cached_tokens == 256 and found.tokens == ask(path, cache_disk=None).tokens
-    assert not list(folder.glob(".partial*")) and len(names(folder)) == 5
+    assert not list(folder.glob(".partial*")) and len(names(folder)) == 6
 
 
 def test_a_lock_that_another_process_holds_stops_nothing(
@@ -524,7 +552,7 @@ def test_a_lock_that_another_process_holds_stops_nothing(
         assert ask(path).usage.cached_tokens == 0
         assert names(folder) == []
     ask(path)
-    assert ask(path).usage.cached_tokens == 640
+    assert ask(path).usage.cached_tokens == FOUND
 
 
 # ---- requests that end early, and engines ----------------------------------------------------------------------------
@@ -532,18 +560,18 @@ def test_a_lock_that_another_process_holds_stops_nothing(
 
 def test_a_text_that_is_left_while_it_is_read_frees_its_place(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(path)
-    from edgeinfer.context_cache.cache import KeptText
+    from edgeinfer.context_cache.kept_text import KeptText
 
-    read, whole = KeptText._read_segment, ask(path)
+    read, whole = KeptText._read_blocks, ask(path)
     with load(path, parallel=1) as engine:
 
-        def slow(text: KeptText, number: int) -> bool:
+        def slow(text: KeptText, blocks: Sequence[Block], tokens: list[int]) -> bool:
             time.sleep(0.05)
-            if number == 2:
+            if blocks[0].number == 2:
                 engine.interrupt()
-            return read(text, number)
+            return read(text, blocks, tokens)
 
-        monkeypatch.setattr(KeptText, "_read_segment", slow)
+        monkeypatch.setattr(KeptText, "_read_blocks", slow)
         assert engine.generate(PROMPT, **ASKED).finish_reason == "interrupted"
         assert not engine.scheduler.texts
         monkeypatch.undo()
@@ -555,18 +583,19 @@ def test_a_windowed_text_that_is_left_while_it_is_read(models: Path, monkeypatch
     path = write_tiny_model(models / "left.gguf", "gemma3", n_ctx_train=1024)
     options: dict[str, Any] = {"n_batch": 32, "parallel": 1}
     whole = ask(path, **options)
-    from edgeinfer.context_cache.cache import KeptText
+    from edgeinfer.context_cache.kept_text import KeptText
 
-    read = KeptText._read_segment
+    read = KeptText._read_blocks
     with load(path, **options) as engine:
 
-        def stops(text: KeptText, number: int) -> bool:
-            if number == 2:
+        def stops(text: KeptText, blocks: Sequence[Block], tokens: list[int]) -> bool:
+            is_third = text.segments.n_past == 256
+            if is_third:
                 engine.interrupt()
-            return number != 2 and read(text, number)
+            return not is_third and read(text, blocks, tokens)
 
         with monkeypatch.context() as patch:
-            patch.setattr(KeptText, "_read_segment", stops)
+            patch.setattr(KeptText, "_read_blocks", stops)
             assert engine.generate(PROMPT, **ASKED).finish_reason == "interrupted"
         assert engine.session.n_past == 0
         assert engine.generate(PROMPT, **ASKED).tokens == whole.tokens
@@ -599,9 +628,9 @@ def test_a_large_model_is_hashed_behind_the_answer_and_once(path: Path, monkeypa
     monkeypatch.setattr(model_content, "_AT_ONCE_BYTES", 0)
     monkeypatch.setattr(model_content, "_SETTLED_NS", 0)
     assert ask(path).usage.cached_tokens == 0
-    assert ask(path).usage.cached_tokens == 640
+    assert ask(path).usage.cached_tokens == FOUND
     monkeypatch.setattr(model_content.ModelContent, "compute", failing(errno.EIO))
-    assert ask(path).usage.cached_tokens == 640
+    assert ask(path).usage.cached_tokens == FOUND
     os.utime(path, (old + 1, old + 1))
     with load(path) as engine:
         assert engine.generate(PROMPT, **ASKED).usage.cached_tokens == 0
@@ -627,18 +656,18 @@ def test_a_text_that_was_cut_is_not_written(path: Path) -> None:
         assert isinstance(session, SegmentedSession) and (segments := session.segments) is not None
         engine.generate(PROMPT, max_tokens=1)
         stamps = [segments.stamp(number) for number in range(5)]
-        assert [len(list(segments.pieces(0, number, stamps[number]))) for number in range(5)] == [2] * 5  # layers
+        assert [len(list(segments.pieces(0, number, 128, stamps[number]))) for number in range(5)] == [2] * 5  # layers
         session.truncate(300)
-        assert list(segments.pieces(0, 1, stamps[1]))
+        assert list(segments.pieces(0, 1, 128, stamps[1]))
         for number in (2, 3):
             with pytest.raises(LookupError):
-                list(segments.pieces(0, number, stamps[number]))
+                list(segments.pieces(0, number, 128, stamps[number]))
         session.forward(PROMPT[300:600], logits=())
         session.commit(range(300))
         with pytest.raises(LookupError):
-            list(segments.pieces(0, 2, stamps[2]))
-        assert list(segments.pieces(0, 2, segments.stamp(2)))
+            list(segments.pieces(0, 2, 128, stamps[2]))
+        assert list(segments.pieces(0, 2, 128, segments.stamp(2)))
         with pytest.raises(LookupError):
-            list(segments.pieces(0, 4, segments.stamp(4)))
+            list(segments.pieces(0, 4, 128, segments.stamp(4)))
     with pytest.raises(LookupError):
-        list(segments.pieces(0, 1, stamps[1]))
+        list(segments.pieces(0, 1, 128, stamps[1]))

@@ -202,19 +202,22 @@ void check_segments(const SequenceState& sequence, int layer, int segment) {
         throw nb::value_error("no such layer or segment");
 }
 
-bool copy_segment(const SequenceState& sequence, int layer, int segment, uint64_t stamp, WritableBytes to) {
+bool copy_segment(const SequenceState& sequence, int layer, int segment, int n_tokens, uint64_t stamp,
+                  WritableBytes to) {
     check_segments(sequence, layer, segment);
-    if (to.size() != sequence.segment_bytes(layer)) throw nb::value_error("copy_segment: another number of bytes");
+    if (n_tokens < 1 || n_tokens > kSegment || to.size() != sequence.segment_bytes(layer))
+        throw nb::value_error("copy_segment: another number of tokens or bytes");
     ReleasedGil release;
-    return sequence.copy_segment(layer, segment, stamp, to.data());
+    return sequence.copy_segment(layer, segment, n_tokens, stamp, to.data());
 }
 
 // (layers, descriptor, name, at, before, sum), see SequenceState::Part.
 using PartArguments = std::tuple<std::vector<int>, int, FileName, uint64_t, uint64_t, uint64_t>;
 
-std::optional<bool> read_segment(SequenceState& sequence, const std::vector<PartArguments>& arguments) {
-    if (sequence.n_past() % kSegment || sequence.n_ctx() - sequence.n_past() < kSegment)
-        throw nb::value_error("read_segment: a whole segment begins where a segment ends");
+std::optional<bool> read_segment(SequenceState& sequence, const std::vector<PartArguments>& arguments, int n_tokens) {
+    if (sequence.n_past() % kSegment || n_tokens < 1 || n_tokens > kSegment ||
+        sequence.n_ctx() - sequence.n_past() < n_tokens)
+        throw nb::value_error("read_segment: a segment begins where another one ends");
     for (int layer = 0; layer < static_cast<int>(sequence.sizes().layers.size()); layer++)
         check_segments(sequence, layer, 0);
     std::vector<CachedFile> files;
@@ -227,7 +230,7 @@ std::optional<bool> read_segment(SequenceState& sequence, const std::vector<Part
     for (size_t i = 0; i < parts.size(); i++) parts[i].file = &files[i];
     ReleasedGil release;
     try {
-        return sequence.read_segment(parts);
+        return sequence.read_segment(parts, n_tokens);
     } catch (const CacheFull&) {
         return std::nullopt;
     }
@@ -264,10 +267,13 @@ void bind_segments(nb::class_<SequenceState>& state) {
                 return sequence.stamp(segment);
             },
             "segment"_a, "A value that this segment never has again once the sequence was cut before its end.")
-        .def("copy_segment", &copy_segment, "layer"_a, "segment"_a, "stamp"_a, "to"_a,
-             "Copy a layer of a committed segment; gives False where it is gone, or was cut since it had this stamp.")
-        .def("read_segment", &read_segment, "parts"_a,
-             "Commit one more segment from files; gives False where bytes are not as their sum says, None where memory "
+        .def("copy_segment", &copy_segment, "layer"_a, "segment"_a, "n_tokens"_a, "stamp"_a, "to"_a,
+             "Copy a layer of a segment with so many committed tokens; gives False where it is gone, or was cut since "
+             "it had "
+             "this stamp.")
+        .def("read_segment", &read_segment, "parts"_a, "n_tokens"_a,
+             "Commit the first tokens of one more segment from files; gives False where bytes are not as their sum "
+             "says, None where memory "
              "is "
              "missing, and changes nothing then. parts: (layers, descriptor, name, at, before, sum).");
 }

@@ -59,9 +59,10 @@ int SequenceState::reach(int n_past) const {
 
 int SequenceState::truncate(int n_past) {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const int before = n_past_;
     n_slots_ = n_past_ = reach_locked(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
-    was_cut(n_past_);
+    if (n_past_ < before) was_cut(n_past_);
     return n_past_;
 }
 
@@ -141,11 +142,12 @@ uint64_t SequenceState::stamp(int segment) const {
     return stamps_[static_cast<size_t>(segment)];
 }
 
-bool SequenceState::copy_segment(int layer, int segment, uint64_t stamp, uint8_t* to) const {
+bool SequenceState::copy_segment(int layer, int segment, int n_tokens, uint64_t stamp, uint8_t* to) const {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
     const size_t number = static_cast<size_t>(segment);
     const Place& place = places_[static_cast<size_t>(layer)];
-    if (stamps_[number] != stamp || n_past_ < (segment + 1) * kSegment || number < place.kv->first()) return false;
+    if (stamps_[number] != stamp || n_past_ < segment * kSegment + n_tokens || number < place.kv->first()) return false;
+    if (is_running_ && n_tokens < kSegment) return false;
     std::copy_n(place.kv->layer(number, place.index), place.kv->memory().segments.layer_bytes(), to);
     return true;
 }
@@ -164,8 +166,8 @@ bool SequenceState::read_part(const Part& part, size_t segment) const {
     return sum == part.sum;
 }
 
-bool SequenceState::read_segment(std::span<const Part> parts) {
-    const SequencePool::Want want{this, n_past_ + kSegment};
+bool SequenceState::read_segment(std::span<const Part> parts, int n_tokens) {
+    const SequencePool::Want want{this, n_past_ + n_tokens};
     SequencePool::reserve({&want, 1});
     const size_t segment = static_cast<size_t>(n_past_ / kSegment);
     bool is_whole = false;
@@ -178,10 +180,10 @@ bool SequenceState::read_segment(std::span<const Part> parts) {
     is_running_ = false;
     if (is_closed_) clear();
     if (is_closed_ || !is_whole) return false;
-    std::vector<int32_t> path(kSegment);
+    std::vector<int32_t> path(static_cast<size_t>(n_tokens));
     std::iota(path.begin(), path.end(), 0);
-    for (const auto& state : states_) state->commit(n_past_, path.data(), kSegment);
-    n_slots_ = n_past_ += kSegment;
+    for (const auto& state : states_) state->commit(n_past_, path.data(), n_tokens);
+    n_slots_ = n_past_ += n_tokens;
     for (int layer = 0; layer < static_cast<int>(places_.size()); layer++) {
         const auto names = [layer](const Part& part) { return std::ranges::count(part.layers, layer) > 0; };
         if (std::none_of(parts.begin(), parts.end(), names))

@@ -77,9 +77,9 @@ public:
     int first_kept(int layer, int n_past) const;
     // A value that a segment never has again once the sequence was cut before its end.
     uint64_t stamp(int segment) const;
-    // Copies a layer of a committed segment, unless it is gone, or the sequence was cut since it had this stamp. In any
-    // thread, also while a pass runs: committed segments do not change.
-    bool copy_segment(int layer, int segment, uint64_t stamp, uint8_t* to) const;
+    // Copies a layer of a segment whose first n_tokens are committed, unless it is gone, or the sequence was cut since it had
+    // this stamp. In any thread; while a pass runs, it copies whole segments only, which do not change.
+    bool copy_segment(int layer, int segment, int n_tokens, uint64_t stamp, uint8_t* to) const;
     // The bytes of some layers, one after the other from a place in a file on. sum: byte_sum of all, each after that of
     // the one before, the first one after `before`.
     struct Part {
@@ -87,10 +87,10 @@ public:
         const CachedFile* file;
         uint64_t at, before, sum;
     };
-    // Commits one more segment, from files; layers that no part names give up all segments up to here, so that `reach` tells
+    // Commits the first n_tokens of one more segment, from files; layers that no part names give up all segments up to here, so that `reach` tells
     // whether passes can run after it. n_past is at the beginning of a segment. Gives false where bytes cannot be
     // read or are not those of their sum. Throws CacheFull. Both change nothing.
-    bool read_segment(std::span<const Part> parts);
+    bool read_segment(std::span<const Part> parts, int n_tokens);
 
     // ---- a pass, for which SequencePool::reserve made room ----
 

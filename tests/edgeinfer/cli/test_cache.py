@@ -95,7 +95,7 @@ def test_contexts_are_listed_and_cleared(ask: Callable[..., dict[str, object]], 
     assert lines[0].split() == ["MODEL", "CACHE", "TOKENS", "SIZE", "LAST", "USED"] and len(lines) == 2
     found = json.loads(run("cache", "--json").stdout)
     (row,) = found["contexts"]
-    assert row["model"] in lines[1] and row["cache_type"] == "f16" and row["tokens"] % 128 == 0 < row["tokens"]
+    assert row["model"] in lines[1] and row["cache_type"] == "f16" and row["tokens"] > 128
     files = [each for each in folder.iterdir() if not each.name.startswith(".")]
     assert found["n_bytes"] == row["n_bytes"] == sum(each.stat().st_size for each in files)
     (folder / "strange").write_bytes(b"\x1b[31m")
