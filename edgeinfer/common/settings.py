@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
@@ -85,9 +84,7 @@ def room_of(what: str) -> Check:
     """A check that the value is a size, of "the memory" or "the disk"; a number becomes Python's own. 0 is none."""
 
     def check(name: str, value: object) -> object:
-        n_bytes = 0 if value == 0 and not isinstance(value, bool) else None
-        with suppress(InvalidArgument):
-            n_bytes = parse_size(value, name, what).n_bytes if n_bytes is None else n_bytes
+        n_bytes = 0 if value == 0 and not isinstance(value, bool) else parse_size(value, name, what).n_bytes
         if n_bytes is None:
             raise InvalidArgument(f'{name} must be bytes, a size such as "2GiB", or None: found {shown(value)}')
         return value if isinstance(value, str) else n_bytes
