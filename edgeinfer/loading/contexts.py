@@ -8,6 +8,7 @@ from pathlib import Path
 
 from edgeinfer.backends.base import SegmentedSession, Session
 from edgeinfer.common.errors import warn
+from edgeinfer.common.file_identity import identity_of
 from edgeinfer.common.sizes import parse_size
 from edgeinfer.context_cache.cache import ContextCache, contexts_folder
 from edgeinfer.context_cache.folder import SizedFolder
@@ -34,7 +35,8 @@ def open_contexts(
             folder = SizedFolder(path, _most_bytes(options.cache_disk, path))
             folder.check()
             name = str(file.metadata.get("general.name") or file.path.stem)
-            return ContextCache(folder, ModelContent(file), name, planned.plan.cache_type, _version())
+            facts = _version(), _packed_identity(file)
+            return ContextCache(folder, ModelContent(file), name, planned.plan.cache_type, facts)
         except (OSError, EOFError) as error:
             reason = f"{path}: {getattr(error, 'strerror', None) or error}"
     if options.cache_disk != "auto":
@@ -61,6 +63,16 @@ def _obstacle(planned: PlannedModel, options: LoadOptions, session: Session) -> 
     if session.segments is None:
         return "the model has recurrent layers, whose states are not kept"
     return None
+
+
+def _packed_identity(file: ModelFile) -> tuple[int, ...] | None:
+    """Of the packed weights that are used instead of the file's, whose bytes nobody compares; None without any."""
+    from edgeinfer.backends.native.packing.packed import packed_path
+
+    try:
+        return tuple(identity_of(packed_path(file.paths[0]).stat()))
+    except FileNotFoundError:
+        return None
 
 
 def _version() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -24,6 +25,7 @@ from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.backends.base import SegmentedSession
+from edgeinfer.backends.native import NativeBackend
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.completion import Completion
 from edgeinfer.context_cache import folder as folders
@@ -31,6 +33,7 @@ from edgeinfer.context_cache.blocks import HEADER_BYTES, Block, block_of
 from edgeinfer.context_cache.cache import contexts_folder
 from edgeinfer.context_cache.folder import Kept, SizedFolder
 from edgeinfer.engine import Engine
+from edgeinfer.models.gguf import ModelFile
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -194,6 +197,18 @@ def test_one_changed_weight_is_another_model(path: Path, tmp_path: Path) -> None
     assert ask(other).usage.cached_tokens == 0
     (tmp_path / "same.gguf").write_bytes(path.read_bytes())
     assert ask(tmp_path / "same.gguf").usage.cached_tokens == FOUND, "the content counts, not the name"
+
+
+def test_packed_weights_have_contexts_of_their_own(path: Path, tmp_path: Path) -> None:
+    """Whether they are those of the model is not compared byte by byte at a load."""
+    copy = Path(shutil.copy(path, tmp_path / "packed.gguf"))
+    whole = ask(path)
+    with ModelFile.open(copy) as file:
+        backend = NativeBackend(tuned=False)
+        backend.pack(file, backend.read_spec(file), tmp_path / "packed.gguf.packed")
+    assert ask(copy).usage.cached_tokens == 0
+    again = ask(copy)
+    assert again.usage.cached_tokens == FOUND and again.tokens == whole.tokens
 
 
 def test_another_type_of_cache_finds_nothing(models: Path) -> None:
