@@ -7,9 +7,10 @@ Positions are logical: token i of a chain is at position n_past + i, a node of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,6 +21,7 @@ from edgeinfer.models import ModelSizes
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
+Buffer: TypeAlias = bytes | memoryview
 Progress: TypeAlias = Callable[[float], None]  # called with the share done, 0..1
 PassHook: TypeAlias = Callable[[Sequence[int], Callable[[], bool | None]], bool | None]
 """Runs a pass: is given its tokens, and what runs it, whose result it gives back: True for a pass that was whole."""
@@ -292,6 +294,91 @@ class PooledModel(Model, Protocol):
 
     def forget_parked(self) -> None:
         """Forget all parked sequences."""
+        ...
+
+
+# ---- sequences that are kept as bytes ----------------------------------------------------------------------------
+
+
+class SegmentFile(NamedTuple):
+    """The bytes of a segment in the layers of one kind, in a file that is open."""
+
+    kind: int
+    descriptor: int
+    path: Path
+    first_byte: int
+    # before, sum: byte_sum of what comes before them, and of them after that
+    before: int
+    sum: int
+
+
+class Segments(Protocol):
+    """What is committed of a sequence as bytes, in segments of n_tokens tokens that are whole, by kind of layers.
+
+    A kind is the window that its layers have, 0 for none. Of a window, a sequence has the last segments only.
+    facts: what the bytes depend on, beside the tokens up to their end and the content of the model file.  n_bytes: of
+    a segment, by kind.
+    """
+
+    n_tokens: int
+    facts: str
+    n_bytes: Mapping[int, int]
+
+    @property
+    def n_past(self) -> int:
+        """Number of committed tokens."""
+        ...
+
+    def committed(self, first: int, last: int) -> list[int]:
+        """The committed tokens first..last-1."""
+        ...
+
+    def stamp(self, number: int) -> int:
+        """A value that the segment never has again once the sequence was cut before its end."""
+        ...
+
+    def pieces(self, kind: int, number: int, n_tokens: int, stamp: int) -> Iterator[memoryview]:
+        """The bytes of a segment, a few at a time; a piece is valid until the next one. In any thread, at any time.
+
+        n_tokens: of those of the segment that are committed; the bytes of the others mean nothing.  Raises LookupError
+        where the segment is gone, or the sequence was cut before its end since it had this stamp, and where it is not
+        whole and a pass runs.
+        """
+        ...
+
+    def held_from(self, kind: int) -> int:
+        """The number of the first segment that there is."""
+        ...
+
+    def kept_from(self, kind: int, n_past: int) -> int:
+        """The number of the first segment that is needed after n_past tokens, or after somewhat fewer."""
+        ...
+
+    def reach(self) -> int:
+        """The length that truncate would reach if it were asked for n_past."""
+        ...
+
+    def byte_sum(self, data: Buffer, before: int) -> int:
+        """A checksum of bytes, after those with the checksum `before`; of a segment, piece by piece."""
+        ...
+
+    def read(self, tokens: Sequence[int], files: Sequence[SegmentFile]) -> bool:
+        """Commit one more segment, of these tokens, from files; False where their bytes are damaged or not to be read.
+
+        n_past is a multiple of n_tokens. Of a segment, fewer tokens than it has may be committed. Layers whose kind no
+        file has give up what they have up to here; see `reach`. Raises CacheFull where memory is missing. Nothing has
+        changed then, nor where it is False.
+        """
+        ...
+
+
+@runtime_checkable
+class SegmentedSession(PooledSession, Protocol):
+    """A session whose tokens can be kept as bytes."""
+
+    @property
+    def segments(self) -> Segments | None:
+        """Its segments; None where layers keep something else, as recurrent ones do."""
         ...
 
 

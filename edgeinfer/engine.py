@@ -33,6 +33,7 @@ from edgeinfer.common.settings import DEFAULT_TBT_MS
 from edgeinfer.common.types import Device, Logits, MemoryPlan
 from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.constraints.options import Wanted, split_options, wanted_of
+from edgeinfer.context_cache.cache import ContextCache
 from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.logprobs import Score, check_alternatives, score_continuations
 from edgeinfer.many import (
@@ -93,6 +94,7 @@ class Helpers:
     speculator: Speculator | None = None
     experts: ExpertControl | None = None
     device_experts: DeviceExperts | None = None
+    contexts: ContextCache | None = None
 
 
 class Engine(OfOneProcess):
@@ -106,7 +108,8 @@ class Engine(OfOneProcess):
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
     which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
     None where all experts are in memory.  device_experts: the device that computes some experts beside the CPU, None
-    without one.  ledger: what was planned for the whole process; `memory` compares it with what is taken.
+    without one.  contexts: what is kept on disk, None where nothing is.  ledger: what was planned for the whole
+    process; `memory` compares it with what is taken.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class Engine(OfOneProcess):
         self.scheduler.speculator = helpers.speculator
         self.experts = helpers.experts
         self.device_experts = helpers.device_experts
+        self.contexts = self.scheduler.contexts = helpers.contexts
         self._ledger = loaded.ledger
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
@@ -420,7 +424,10 @@ class Engine(OfOneProcess):
         self.scheduler.speculator = speculator
 
     def forget(self) -> None:
-        """Drop what the cache still holds of texts that have ended: the next request reads all of its prompt."""
+        """Drop what the cache still holds of texts that have ended: the next request reads all of its prompt.
+
+        What is on disk (cache_disk) stays.
+        """
         self._check_open()
         self.scheduler.forget()
 

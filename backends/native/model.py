@@ -278,6 +278,10 @@ class NativeModel(NativeDecoder, Model):
             self._pool = self.pool(self.n_ctx, self._cache_type, self.n_sequences, self._n_positions)
         return self._pool
 
+    def cache_type_of(self, pool: SharedPool) -> CacheType | None:
+        """The type of the numbers in the pool of all sessions that are as planned; None for another pool."""
+        return self._cache_type if pool is self._pool else None
+
     def has_room(self, wants: Sequence[tuple[NativeSession, int]]) -> bool:
         """See PooledModel.has_room."""
         if any(session.n_past + n_slots > session.n_ctx for session, n_slots in wants):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from edgeinfer.backends.checks import (
 from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.passes import Listed, SequenceRows
 from edgeinfer.backends.native.reused_rows import ReusedRows
+from edgeinfer.backends.native.segments import NativeSegments, segments_of
 from edgeinfer.backends.native.sequence_pool import WORTH_KEEPING, SharedPool, full_pool
 from edgeinfer.common.errors import EdgeInferError, InvalidArgument, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
@@ -100,6 +101,13 @@ class NativeSequence(OfOneProcess, ABC):
         """The state, and the tokens that are committed; None once this session is closed."""
         state = self._state
         return None if state is None else (state, self._sequence[: state.n_past])
+
+    def add_committed(self, tokens: Sequence[int], commit: Callable[[], bool | None]) -> bool | None:
+        """Note tokens that a function commits by other means than a pass; gives what that gives, True if it did."""
+        self._parents = []
+        del self._sequence[self.n_past :]
+        self._sequence += tokens  # first, as in `commit`
+        return commit()
 
     def has_room(self, n_slots: int) -> bool:
         """Whether so many slots after n_past can be had now, forgetting parked sequences where that is needed.
@@ -304,6 +312,12 @@ class NativeSession(NativeSequence, Session):
             self._sequence = ids[:n_reused]
         state.mark()
         return n_reused
+
+    @property
+    def segments(self) -> NativeSegments | None:
+        """See SegmentedSession.segments; None also for a session with a size or a type of its own."""
+        cache_type = self.model.cache_type_of(self._pool)
+        return None if cache_type is None else segments_of(self, self._open(), self.spec, cache_type)
 
     def park(self) -> None:
         """Keep the committed sequence for later requests, as long as its memory is not needed, and become empty."""

@@ -28,6 +28,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "generate": "Complete a text.",
     "batch": "Answer the requests of a file.",
     "models": "List the models on this machine.",
+    "cache": "List or clear the contexts on disk.",
     "inspect": "Show the contents of a GGUF file.",
     "profile": "Plan the memory and the speed of a model.",
     "bench": "Measure the speed of a model here.",

@@ -46,6 +46,7 @@ _OPTIONS = (
     click.option("-p", "--prompt", callback=escaped_text, help="The message, same as TEXT."),
     click.option("-sys", "--system-prompt", "--system", "system", callback=escaped_text, help="System message."),
     click.option("--session", "session_name", metavar="NAME", help="Go on with the conversation of that name."),
+    click.option("--resume", is_flag=True, help="Go on with the last conversation, whether it has a name or not."),
     click.option("--list-sessions", is_flag=True, help="List the conversations that have a name, and exit."),
     variable_option("--no-history", is_flag=True, help="Do not read or write the history of typed messages."),
     variable_option("--show-reasoning", is_flag=True, help="Show the reasoning before the answer."),
@@ -75,6 +76,7 @@ def chat(
     prompt: str | None,
     system: str | None,
     session_name: str | None,
+    resume: bool,
     list_sessions: bool,
     no_history: bool,
     as_json: bool,
@@ -97,18 +99,34 @@ def chat(
     # Refuse values out of range before a model is loaded.
     sampling_given(flags)
     constraint_given(flags)
+    if flags["cache_disk"] is None:
+        flags["cache_disk"] = "auto"
     with ExitStack() as opened:
-        session = None
-        if session_name is not None:
-            from edgeinfer.cli.sessions import Session
-
-            session = opened.enter_context(Session(session_name))
+        session = _session(session_name, resume, keeps=message is None and not no_history)
+        if session is not None:
+            opened.enter_context(session)
         _import_ahead(message is None)
         engine = opened.enter_context(open_engine(flags))
         if message is None:
             _converse(engine, session, system, None if no_history else _history_file(), flags)
         else:
             _answer_once(engine, session, system, message, as_json, flags)
+
+
+def _session(name: str | None, resume: bool, keeps: bool) -> Session | None:
+    """The session that is named or the last one, None for none.
+
+    keeps: whether a conversation without a name is kept for --resume.  Raises click.UsageError, and what Session does.
+    """
+    if resume and name is not None:
+        raise click.UsageError("--session names a conversation and --resume takes the last one: leave one out")
+    if not (resume or name is not None or keeps):
+        return None
+    from edgeinfer.cli.sessions import Session, last_session, unnamed_session
+
+    if resume:
+        return last_session()
+    return unnamed_session() if name is None else Session(name)
 
 
 def _import_ahead(is_conversation: bool) -> None:

@@ -22,7 +22,7 @@ _RANGE = re.compile(rf"; {_ONE_RANGE}(?=\])|  \[{_ONE_RANGE}\]")
 _MODEL = ("model", "hf_repo", "hf_file", "n_threads", "backend")
 _MEMORY = (
     *("n_ctx", "parallel", "budget", "cache_type", "cache_type_k", "cache_type_v", "cache_ram", "n_batch"),
-    *("expert_cache", "ternary_bits"),
+    *("cache_disk", "expert_cache", "ternary_bits"),
 )
 _EXPERTS = ("expert_device", "expert_device_bytes", "verify")
 _SPECULATION = ("draft", "model_draft", "hf_repo_draft", "draft_max", "draft_device", "draft_memory")
@@ -34,7 +34,7 @@ _SAMPLING = (
 _CONSTRAINTS = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex", "choices")
 _ASKED = {
     "Model": (*_MODEL, "tbt"),
-    "Text": ("prompt", "file", "system", "escape", "session_name", "list_sessions", "no_history"),
+    "Text": ("prompt", "file", "system", "escape", "session_name", "resume", "list_sessions", "no_history"),
     "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
     "What an answer may be": _CONSTRAINTS,

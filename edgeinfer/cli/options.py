@@ -117,6 +117,16 @@ class _CacheRam(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # gen
         return text
 
 
+class _CacheDisk(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since click 8.5
+    """The type of --cache-disk: a size, or 0."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text, or 0."""
+        return 0 if str(value).strip() == "0" else value
+
+
 class _DraftMax(click.IntRange):
     """The type of --draft-max. One of its spellings used to name drafters."""
 
@@ -262,6 +272,7 @@ _MODEL_OPTIONS = (
         help="GGUF file, or a name of `edgeinfer models`.  [default: SmolLM2-135M-Instruct]",
     ),
     *_PLAN_OPTIONS,
+    load_option("cache_disk", type=_CacheDisk()),
     load_option("ternary_bits", type=click.Choice(["auto", *get_args(TernaryBits)])),
     load_option("expert_cache"),
     load_option("expert_device", hidden=True),  # experimental: only pages name it

@@ -106,7 +106,10 @@ class Repl:
         self._greet()
         if self._session is not None:
             goes_on = f"goes on: {self._size()}" if self.conversation.messages else "begins"
-            note(f"session {self._session.name} {goes_on}")
+            if not self._session.is_unnamed:
+                note(f"session {self._session.name} {goes_on}")
+            elif self.conversation.messages:
+                note(f"the last conversation {goes_on}")
         note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
 
     def _greet(self) -> None:
@@ -326,7 +329,7 @@ class Repl:
 
     def _load(self, argument: str) -> None:
         file = _named(argument)
-        if self._session is not None and self.conversation.messages:
+        if self._session is not None and not self._session.is_unnamed and self.conversation.messages:
             raise InvalidArgument(
                 f"this chat is the session {self._session.name} ({self._size()}), which {file} would replace: /clear "
                 "it first, or load the file in a chat without --session"

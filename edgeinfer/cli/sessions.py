@@ -18,22 +18,25 @@ if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
 
 _NAME = re.compile(r"\w[\w.-]{0,59}")
+_UNNAMED = ".last"  # the conversation without a name
 _ENDING = ".jsonl"
 
 
 class Session:
     """The file of a named conversation, held by one process at a time. A context manager.
 
-    Raises InvalidArgument for a name that no session may have, EdgeInferError if another process holds it or there is
-    no folder for it, OSError.
+    shown: what it is called in messages.  Raises InvalidArgument for a name that no session may have, EdgeInferError if
+    another process holds it or there is no folder for it, OSError.
     """
 
     def __init__(self, name: str) -> None:
-        self.name = _checked_name(name)
+        self.name = name if name == _UNNAMED else _checked_name(name)
+        self.shown = "the last conversation" if name == _UNNAMED else f"the session {self.name}"
+        self._begins_anew = False
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._path = folder / f"{self.name}{_ENDING}"
-        self._lock = _locked(folder / f".{self.name}.lock", self.name)
+        self._lock = _locked(folder / f".{self.name}.lock", self.shown)
         self._stamp = _stamp(self._path)
 
     def load(self, conversation: Conversation) -> None:
@@ -41,13 +44,13 @@ class Session:
 
         Then the file is left as it is.
         """
-        if self._stamp is None:
+        if self._stamp is None or self._begins_anew:
             return
         try:
             conversation.load(self._path)
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"the session {self.name} cannot be read, and is left as it is: {error}. Mend or move that file, or "
+                f"{self.shown} cannot be read, and is left as it is: {error}. Mend or move that file, or "
                 "take another name"
             ) from error
 
@@ -62,6 +65,15 @@ class Session:
         conversation.save(self._path)
         self._stamp = _stamp(self._path)
 
+    def begin_anew(self) -> None:
+        """Let the next conversation take the place of the one in the file, once it has a message."""
+        self._begins_anew = True
+
+    @property
+    def is_unnamed(self) -> bool:
+        """Whether it is that of the last conversation without a name."""
+        return self.name == _UNNAMED
+
     def close(self) -> None:
         """Unlock the session for other processes."""
         if self._lock is not None:
@@ -75,6 +87,30 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def last_session() -> Session:
+    """The session that was written last, with or without a name. Raises EdgeInferError if there is none."""
+    written = {}
+    with suppress(FileNotFoundError):
+        for path in _folder().iterdir():
+            name = path.name.removesuffix(_ENDING)
+            is_session = path.name.endswith(_ENDING) and (name == _UNNAMED or _NAME.fullmatch(name))
+            if is_session and path.is_file():
+                written[name] = path.stat().st_mtime_ns
+    if not written:
+        raise EdgeInferError("there is no conversation yet that --resume could go on with")
+    return Session(max(written, key=lambda name: written[name]))
+
+
+def unnamed_session() -> Session | None:
+    """Where a conversation without a name is kept for --resume; None where that cannot be, as in a second chat."""
+    try:
+        session = Session(_UNNAMED)
+    except (EdgeInferError, OSError):
+        return None
+    session.begin_anew()
+    return session
 
 
 def session_lines() -> list[str]:
@@ -120,7 +156,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _locked(path: Path, name: str) -> int | None:
+def _locked(path: Path, shown: str) -> int | None:
     """The descriptor of the session's lock; None if the system locks no files.
 
     Raises EdgeInferError if another process has it.
@@ -136,9 +172,7 @@ def _locked(path: Path, name: str) -> int | None:
         owner = os.read(descriptor, 20).decode(errors="replace").strip()
         os.close(descriptor)
         by = f" (process {owner})" if owner else ""
-        raise EdgeInferError(
-            f"the session {name} is open in another chat{by}: end that, or take another name"
-        ) from None
+        raise EdgeInferError(f"{shown} is open in another chat{by}: end that, or take another name") from None
     except OSError:  # a file system without locks
         os.close(descriptor)
         return None

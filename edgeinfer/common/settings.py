@@ -81,12 +81,16 @@ def integer(least: int, most: int | None = None) -> Check:
     return lambda name, value: check_integer(name, value, least, most)
 
 
-def _cache_ram(name: str, value: object) -> object:
-    """The value of a size; a number as Python's own. 0 is none."""
-    n_bytes = 0 if value == 0 and not isinstance(value, bool) else parse_size(value, name, "the memory").n_bytes
-    if n_bytes is None:
-        raise InvalidArgument(f'{name} must be bytes, a size such as "2GiB", or None: found {shown(value)}')
-    return value if isinstance(value, str) else n_bytes
+def room_of(what: str) -> Check:
+    """A check that the value is a size, of "the memory" or "the disk"; a number becomes Python's own. 0 is none."""
+
+    def check(name: str, value: object) -> object:
+        n_bytes = 0 if value == 0 and not isinstance(value, bool) else parse_size(value, name, what).n_bytes
+        if n_bytes is None:
+            raise InvalidArgument(f'{name} must be bytes, a size such as "2GiB", or None: found {shown(value)}')
+        return value if isinstance(value, str) else n_bytes
+
+    return check
 
 
 class PlanKeywords(TypedDict, total=False):
@@ -135,7 +139,7 @@ class PlanOptions:
         None,
         "-cram",
         "--cache-ram",
-        check=or_none(_cache_ram),
+        check=or_none(room_of("the memory")),
         metavar="SIZE",
         help="Memory to keep what finished texts have in the KV cache (2GiB).  [default: what no text needs]",
         text="memory for what finished texts leave in the KV cache beyond what running ones need, so that later texts "

@@ -14,6 +14,7 @@ from edgeinfer.experimental.expert_device import open_device_experts
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.backend_choice import PlannedModel
+from edgeinfer.loading.contexts import open_contexts
 from edgeinfer.loading.ledger import give_back_freed
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading.plan import plan_load, warn_of_dropped
@@ -76,11 +77,14 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     device_experts = None if plan.device_experts is None else open_device_experts(plan.device_experts, planned, model)
     if device_experts is not None:
         opened.callback(device_experts.close)
+    contexts = open_contexts(file, planned, options, session)
+    if contexts is not None:
+        opened.callback(contexts.close)
     file.unmap()
     give_back_freed()
     n_parallel, name = planned.plan.n_sequences, planned.backend.name
     loaded = Loaded(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt)
-    return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts))
+    return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts, contexts))
 
 
 def _control_experts(model: Model, planned: PlannedModel) -> ExpertControl | None:

@@ -25,6 +25,7 @@ from edgeinfer.common.settings import (
     option,
     options_of,
     or_none,
+    room_of,
 )
 from edgeinfer.common.sizes import SizeRequest
 
@@ -43,6 +44,7 @@ class LoadKeywords(PlanKeywords, total=False):
     n_threads: int | None
     backend: BackendName
     ternary_bits: TernaryChoice
+    cache_disk: str | int | None
     expert_cache: str | int | None
     expert_device: str | None
     expert_device_bytes: str | int | None
@@ -64,6 +66,10 @@ def _size(parse: Callable[[object], SizeRequest], name: str, value: object) -> o
     """The value of a size; a number as Python's own."""
     n_bytes = parse(value).n_bytes
     return value if n_bytes is None or isinstance(value, str) else n_bytes
+
+
+def _cache_disk(name: str, value: object) -> object:
+    return value if value == "auto" else room_of("the disk")(name, value)
 
 
 def _expert_cache(name: str, value: object) -> object:
@@ -186,6 +192,18 @@ class LoadOptions(PlanOptions):
         help="Bits per weight of a ternary model in memory; the text is the same. auto: the faster one.",
         text="bits of memory for each weight of a ternary model with the native backend. The text is the same. "
         '"auto" is what `edgeinfer pack` wrote, otherwise the faster of the two as measured here.',
+    )
+    cache_disk: str | int | None = option(
+        None,
+        "--cache-disk",
+        check=or_none(_cache_disk),
+        metavar="SIZE",
+        help="Disk space to keep contexts for later runs (2GiB); 0: none.  [default: none; in chat at most 4GiB]",
+        text="disk space, in the user's cache folder, for what texts have in the KV cache, so that a later text that "
+        'begins so need not read it again, in another process too: bytes, or a text such as "2GiB". The native '
+        "backend does that, for models without recurrent layers; the text is the same. Whoever can read the folder can "
+        'learn the texts; it is readable for the user only. None or 0 is nothing on disk. "auto" is 4 GiB or a quarter '
+        "of the free space, and says nothing where contexts cannot be kept.",
     )
     expert_cache: str | int | None = option(
         "auto",

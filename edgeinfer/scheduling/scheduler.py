@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,6 +23,7 @@ from edgeinfer.backends.checks import common_length
 from edgeinfer.common.errors import CacheFull, EdgeInferError, EngineBusy, Interrupted, InvalidArgument
 from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.common.types import Output
+from edgeinfer.context_cache.cache import ContextCache
 from edgeinfer.scheduling.pace import Pace
 from edgeinfer.scheduling.places import Places
 from edgeinfer.scheduling.request import Request
@@ -34,6 +35,8 @@ MOST_WAITING = 1024  # texts that wait for a place
 _WORTH_WAITING = 32  # tokens that another text is reading, which this one has too
 _HEADROOM = 64  # tokens that a text may draw before the cache must have room for more
 _AGEING = 0.5  # of a token of a prompt, for each millisecond that its text waits: none is passed over for ever
+_LOADING = 0.02  # seconds of reading from disk before each pass of other texts
+_LOADING_ALONE = 0.1  # and where there is none, before others are looked after
 _GLANCE = 0.2  # seconds after which one who waits looks again, whatever happens
 
 
@@ -56,12 +59,13 @@ class Scheduler:
 
     session: the model's first; with a pooled model (PooledModel) up to its n_sequences texts run at once, else one
     after the other.  n_batch: most rows of a pass.  speculator: drafts for texts that begin from now on; None for none.
-    pace: how much of a prompt goes into a pass.  most_waiting: texts that may wait for a place before a request raises
-    EngineBusy.
+    contexts: on disk, for texts that begin from now on; None for none.  pace: how much of a prompt goes into a pass.
+    most_waiting: texts that may wait for a place before a request raises EngineBusy.
     """
 
     def __init__(self, session: Session, n_parallel: int, n_batch: int, pace: Pace | None = None) -> None:
         self.speculator: Speculator | None = None
+        self.contexts: ContextCache | None = None
         self.most_waiting = MOST_WAITING
         self._pace = Pace() if pace is None else pace
         self._places = Places(session, n_parallel)
@@ -187,6 +191,8 @@ class Scheduler:
                 for sequence in self.texts:
                     sequence.is_interrupted = True
                 self._sweep()
+            if self.contexts is not None:
+                self.contexts.close()
             self._places.close()
             close()
 
@@ -208,6 +214,8 @@ class Scheduler:
         """Let another thread make the next pass."""
         with self._condition:
             self._leader = None
+            if any(sequence.is_cancelled for sequence in self._running):  # there need not be a next pass
+                self._sweep()
             self._condition.notify_all()
 
     def _check_others(self, sequences: SequenceOf[Sequence], me: int) -> None:
@@ -242,6 +250,12 @@ class Scheduler:
             running = [sequence for sequence in self._running if not sequence.is_paused]
         if not running:
             return False
+        loading = [sequence for sequence in running if sequence.is_loading]
+        if loading:
+            running = [sequence for sequence in running if sequence not in loading]
+            self._load(loading, _LOADING if running else _LOADING_ALONE)
+            if not running:
+                return True
         chosen: _Pass | None = None
         try:
             chosen = self._choose(running)
@@ -249,6 +263,9 @@ class Scheduler:
             outputs = self._forward(chosen)
             seconds = time.perf_counter() - started
             self._accept(chosen, outputs)
+            for sequence in running:
+                if sequence.kept is not None:
+                    sequence.kept.note()
         except Interrupted:
             self._was_interrupted(running)
         except CacheFull as error:
@@ -258,6 +275,17 @@ class Scheduler:
         else:
             self._pace.count(len(chosen.decoding), sum(_n_of(rows) for _, rows in chosen.reading), 1e3 * seconds)
         return True
+
+    def _load(self, loading: SequenceOf[Sequence], seconds: float) -> None:
+        """Read what texts have on disk, for some time; one whose session is lost meanwhile finds that in its pass."""
+        for sequence in loading:
+            assert sequence.kept is not None
+            try:
+                sequence.kept.read(seconds / len(loading))
+                if not sequence.is_loading and sequence.n_cached is None:
+                    sequence.n_cached = _open(sequence).n_past
+            except EdgeInferError:
+                sequence.kept = None
 
     def _choose(self, running: list[Sequence]) -> _Pass:
         """The rows of the next pass: one of each text that decodes, drafts, pieces of prompts."""
@@ -439,12 +467,17 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """Give a text a place."""
+        is_first = sequence.n_cached is None
         try:
             self._places.take(sequence)
         except EdgeInferError as error:
             self._places.give_back(sequence)
             sequence.error = error
             return
+        if self.contexts is not None:
+            sequence.kept = self.contexts.text(_open(sequence), sequence.tokens)
+            if is_first and sequence.is_loading:
+                sequence.n_cached = None  # as is known when it is read
         sequence.speculator = self.speculator
         sequence.place = None if self.speculator is None else self.speculator.take_place()
         self._running.append(sequence)
@@ -510,6 +543,11 @@ class Scheduler:
         """A text runs no more."""
         self._running.remove(sequence)
         sequence.keep_settled()
+        if sequence.kept is not None:
+            with suppress(EdgeInferError):  # of a backend that is lost
+                sequence.kept.leave()
+                sequence.kept.note(is_last=True)
+            sequence.kept = None
         speculator, text = sequence.speculator, sequence.drafted
         sequence.drafted = sequence.speculator = None
         if speculator is not None and text is not None:

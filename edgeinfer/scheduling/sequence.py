@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 
 from edgeinfer.backends.base import Rows, Session
 from edgeinfer.common.types import Logits
+from edgeinfer.context_cache.kept_text import KeptText
 from edgeinfer.scheduling.request import Request
 from edgeinfer.speculation.drafted_text import DraftedText
 from edgeinfer.speculation.pipeline import Speculator
@@ -43,6 +44,7 @@ class Sequence:
         self.place: int | None = None  # among the texts that are drafted for
         self.speculator: Speculator | None = None  # that drafts for it
         self.drafted: DraftedText | None = None
+        self.kept: KeptText | None = None  # its segments on disk
         self.has_stats = False  # whether drafters began with it
         self.logits: Logits | None = None  # of the prompt's last token, where limit is 0
         self.share_read = self.share_told = 0.0  # of the prompt
@@ -123,6 +125,11 @@ class Sequence:
         n_past = self.session.n_past
         is_last = n_past + n == len(self.tokens)
         return Rows(self.session, self.tokens[n_past : n_past + n], None, "last" if is_last else (), taps)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether more of it is to be read from disk, before anything of it runs."""
+        return self.kept is not None and self.kept.is_reading
 
     def tell_progress(self) -> None:
         """More of the prompt was read."""

@@ -20,6 +20,11 @@ KINDS = {
     "a pool that keeps": {"draft": "none", "cache_ram": "8MiB"},
     "one place": {"draft": "auto", "parallel": 1},
 }
+ON_DISK = {
+    "room for all": {"draft": "auto", "cache_disk": "64MiB"},
+    "room for little": {"draft": "auto", "cache_disk": "300KiB"},
+    "a small pool": {"draft": "auto", "parallel": 8, "n_ctx": 560, "n_batch": 32, "cache_disk": "64MiB"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +32,26 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-def compared(path, seed, n, **options):
+@pytest.fixture(autouse=True)
+def contexts(tmp_path, monkeypatch):
+    """An empty folder for the contexts on disk, and for what else is measured only once here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "edgeinfer" / "contexts"
+
+
+def compared(path, seed, n, n_words=(1, 8, 24), **options):
     """Run n random requests on an engine with these options and on one without anything; both give the same."""
-    requests = random_requests(n, seed)
+    requests = random_requests(n, seed, n_words=n_words)
     lone = {name: value for name, value in options.items() if name in ("n_ctx", "backend")}
     with edgeinfer.load(path, draft="none", parallel=1, **lone) as engine:
         expected = [request.run(engine) for request in requests]
     with edgeinfer.load(path, **options) as engine:
         if engine.speculator is not None:
             engine.speculator.costs = FixedCosts()
+        if engine.contexts is not None:
+            served(engine, requests[::3], 8)  # so that there is something on disk
+            engine.forget()
+            assert engine.contexts.flush(60) and engine.contexts.problem is None
         found = served(engine, requests, 8)
         assert not engine.scheduler.texts, "every text has given its place back"
     for request, before, now in zip(requests, expected, found, strict=True):
@@ -57,6 +73,19 @@ def test_texts_with_windows(folder, seed):
     if not path.exists():
         write_tiny_model(path, "gemma3", metadata={"gemma3.attention.sliding_window": 16}, **SIZES)
     compared(path, seed, 50, draft="auto", parallel=4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ON_DISK)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_texts_with_contexts_on_disk(folder, contexts, architecture, kind, seed):
+    path = folder / f"long {architecture}.gguf"
+    if not path.exists():
+        metadata = {"gemma3.attention.sliding_window": 16} if architecture == "gemma3" else {}
+        write_tiny_model(path, architecture, metadata=metadata, n_ctx_train=1024)
+    compared(path, seed, 50, (24, 40, 80), **{"parallel": 2, "n_batch": 64, "n_ctx": 1024, **ON_DISK[kind]})
+    kinds = {name.name.rpartition("-")[2] for name in contexts.iterdir()} - {".lock"}
+    assert kinds == {"0", "16"} if architecture == "gemma3" and kind != "room for little" else "0" in kinds
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -51,6 +51,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
+    ("contexts on disk", [{"context_cache"}]),
     ("texts that run", [{"scheduling"}]),
     ("completions", [{"completion", "stream", "many", "asynchronous"}]),
     ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),

@@ -43,10 +43,12 @@ class RandomRequest:
         return completion.text, completion.tokens, completion.finish_reason, completion.logprobs
 
 
-def random_requests(n: int, seed: int, most_tokens: int = 40) -> list[RandomRequest]:
-    """Requests of all kinds, many of whose prompts begin alike."""
+def random_requests(
+    n: int, seed: int, most_tokens: int = 40, n_words: Sequence[int] = (1, 8, 24)
+) -> list[RandomRequest]:
+    """Requests of all kinds, many of whose prompts begin alike, with so many words."""
     rng = random.Random(seed)
-    beginnings = [" ".join(rng.choices(WORDS, k=rng.choice([1, 8, 24]))) for _ in range(5)]
+    beginnings = [" ".join(rng.choices(WORDS, k=rng.choice(n_words))) for _ in range(5)]
     found = []
     for _ in range(n):
         prompt = " ".join([rng.choice(beginnings), *rng.choices(WORDS, k=rng.randint(1, 12))])

@@ -4,7 +4,9 @@
 #include "activations.h"
 #include "bind/bindings.h"
 #include "conv_history.h"
+#include "kv/byte_sum.h"
 #include "kv/sequence_state.h"
+#include "platform.h"
 #include "recipe.h"
 
 namespace {
@@ -183,6 +185,99 @@ int share(SequenceState& sequence, const SequenceState& other, int n_past) {
     return sequence.share(other, n_past);
 }
 
+// ---- whole segments as bytes ---------------------------------------------------------------------------------------
+
+bool has_segment(const SequenceState& sequence, int segment) {
+    return segment >= 0 && segment < segments_of(sequence.n_ctx());
+}
+
+bool is_layer_with_segments(const SequenceState& sequence, int layer) {
+    const std::vector<LayerSizes>& layers = sequence.sizes().layers;
+    return layer >= 0 && layer < static_cast<int>(layers.size()) &&
+           std::holds_alternative<KvSizes>(layers[static_cast<size_t>(layer)]);
+}
+
+void check_segments(const SequenceState& sequence, int layer, int segment) {
+    if (!is_layer_with_segments(sequence, layer) || !has_segment(sequence, segment))
+        throw nb::value_error("no such layer or segment");
+}
+
+bool copy_segment(const SequenceState& sequence, int layer, int segment, int n_tokens, uint64_t stamp,
+                  WritableBytes to) {
+    check_segments(sequence, layer, segment);
+    if (n_tokens < 1 || n_tokens > kSegment || to.size() != sequence.segment_bytes(layer))
+        throw nb::value_error("copy_segment: another number of tokens or bytes");
+    ReleasedGil release;
+    return sequence.copy_segment(layer, segment, n_tokens, stamp, to.data());
+}
+
+// (layers, descriptor, name, at, before, sum), see SequenceState::Part.
+using PartArguments = std::tuple<std::vector<int>, int, FileName, uint64_t, uint64_t, uint64_t>;
+
+std::optional<bool> read_segment(SequenceState& sequence, const std::vector<PartArguments>& arguments, int n_tokens) {
+    if (sequence.n_past() % kSegment || n_tokens < 1 || n_tokens > kSegment ||
+        sequence.n_ctx() - sequence.n_past() < n_tokens)
+        throw nb::value_error("read_segment: a segment begins where another one ends");
+    for (int layer = 0; layer < static_cast<int>(sequence.sizes().layers.size()); layer++)
+        check_segments(sequence, layer, 0);
+    std::vector<CachedFile> files;
+    std::vector<SequenceState::Part> parts;
+    for (const auto& [layers, descriptor, name, at, before, sum] : arguments) {
+        for (const int layer : layers) check_segments(sequence, layer, 0);
+        files.emplace_back(descriptor, name.bytes);
+        parts.push_back({layers, nullptr, at, before, sum});
+    }
+    for (size_t i = 0; i < parts.size(); i++) parts[i].file = &files[i];
+    ReleasedGil release;
+    try {
+        return sequence.read_segment(parts, n_tokens);
+    } catch (const CacheFull&) {
+        return std::nullopt;
+    }
+}
+
+void bind_segments(nb::class_<SequenceState>& state) {
+    state
+        .def(
+            "segment_bytes",
+            [](const SequenceState& sequence, int layer) {
+                check_segments(sequence, layer, 0);
+                return sequence.segment_bytes(layer);
+            },
+            "layer"_a, "Bytes of a segment in a layer.")
+        .def(
+            "first_held",
+            [](const SequenceState& sequence, int layer) {
+                check_segments(sequence, layer, 0);
+                return sequence.first_held(layer);
+            },
+            "layer"_a, "The first segment that the sequence has in a layer.")
+        .def(
+            "first_kept",
+            [](const SequenceState& sequence, int layer, int n_past) {
+                check_segments(sequence, layer, 0);
+                if (n_past < 0 || n_past > sequence.n_ctx()) throw nb::value_error("first_kept: no such position");
+                return sequence.first_kept(layer, n_past);
+            },
+            "layer"_a, "n_past"_a, "The first segment that is kept in a layer after n_past tokens.")
+        .def(
+            "stamp",
+            [](const SequenceState& sequence, int segment) {
+                if (!has_segment(sequence, segment)) throw nb::value_error("stamp: no such segment");
+                return sequence.stamp(segment);
+            },
+            "segment"_a, "A value that this segment never has again once the sequence was cut before its end.")
+        .def("copy_segment", &copy_segment, "layer"_a, "segment"_a, "n_tokens"_a, "stamp"_a, "to"_a,
+             "Copy a layer of a segment with so many committed tokens; gives False where it is gone, or was cut since "
+             "it had "
+             "this stamp.")
+        .def("read_segment", &read_segment, "parts"_a, "n_tokens"_a,
+             "Commit the first tokens of one more segment from files; gives False where bytes are not as their sum "
+             "says, None where memory "
+             "is "
+             "missing, and changes nothing then. parts: (layers, descriptor, name, at, before, sum).");
+}
+
 void bind_enums(nb::module_& m) {
     nb::enum_<Activation>(m, "Activation")
         .value("silu", Activation::Silu)
@@ -283,8 +378,12 @@ void bind_sequence_state(nb::module_& m) {
         .def_prop_ro("used_bytes", &SequencePool::used_bytes)
         .def_prop_ro("window_bytes", &SequencePool::window_bytes)
         .def_prop_ro("recurrent_bytes", &SequencePool::recurrent_bytes);
-    nb::class_<SequenceState>(m, "SequenceState", "The state of a sequence in all layers.")
-        .def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a, "In a pool of its own.")
+    m.def(
+        "byte_sum", [](Bytes bytes, uint64_t before) { return byte_sum(bytes.data(), bytes.size(), before); },
+        "bytes"_a, "before"_a = 0, "A checksum of bytes, after that of what came before them.");
+    nb::class_<SequenceState> state(m, "SequenceState", "The state of a sequence in all layers.");
+    bind_segments(state);
+    state.def("__init__", &init_sequence, "config"_a, "type"_a, "n_ctx"_a, "In a pool of its own.")
         .def(nb::init<std::shared_ptr<SequencePool>>(), "pool"_a)
         .def("has_room", &SequenceState::has_room, "n_tokens"_a,
              "Whether so many tokens can be there, those after n_past not committed.")

@@ -42,12 +42,14 @@ void KvState::truncate(int n_past) { table_.cut(memory_.segments.users, count(n_
 std::unique_ptr<LayerState> KvState::kept(int n_past) {
     auto kept = std::make_unique<KvState>(memory_);
     kept->share(*this, n_past);
-    KvTable& table = kept->table_;
-    for (const size_t first = std::min(memory_.first_kept(n_past), table.segments.size()); table.first < first;
-         table.first++) {
-        memory_.segments.users.give_back(std::exchange(table.segments[table.first], -1));
-    }
+    kept->drop_before(memory_.first_kept(n_past));
     return kept;
+}
+
+void KvState::drop_before(size_t segment) {
+    for (const size_t first = std::min(segment, table_.segments.size()); table_.first < first; table_.first++) {
+        memory_.segments.users.give_back(std::exchange(table_.segments[table_.first], -1));
+    }
 }
 
 void KvState::share(const LayerState& other, int n_past) {

@@ -64,6 +64,13 @@ public:
 
     KvHead head(int layer, int kv_head) const { return memory_.segments.head(table_.segments.data(), layer, kv_head); }
 
+    const KvMemory& memory() const { return memory_; }
+    // The first segment that is there, and the bytes of a layer in one that is.
+    size_t first() const { return table_.first; }
+    uint8_t* layer(size_t segment, int layer) const { return memory_.segments.layer(table_.segments[segment], layer); }
+    // Gives back what is before a segment, all of which may be.
+    void drop_before(size_t segment);
+
     bool has(int n_past, int n_slots) const override;
     void commit(int n_past, const int32_t* path, int n) override;
     int reach(int n_past) const override { return table_.first <= memory_.first_read(n_past) ? n_past : 0; }

@@ -47,6 +47,13 @@ public:
     void copy_slot(const int32_t* table, int from, int to);
 
     void copy(int32_t from, int32_t to);
+
+    // All heads of a layer in a segment, which lie side by side.
+    size_t layer_bytes() const { return static_cast<size_t>(shape_.n_kv_heads) * head_bytes_; }
+    uint8_t* layer(int32_t segment, int layer) const {
+        return data(segment) + static_cast<size_t>(layer) * layer_bytes();
+    }
+
     size_t used_bytes() const { return segment_bytes_ * static_cast<size_t>(users.n_touched()); }
 
     Users users;

@@ -1,9 +1,17 @@
 #include "kv/sequence_state.h"
 
 #include <algorithm>
+#include <numeric>
+#include <system_error>
+
+#include "kv/byte_sum.h"
+#include "platform.h"
 
 SequenceState::SequenceState(std::shared_ptr<SequencePool> pool)
-    : pool_(std::move(pool)), states_(pool_->new_states()), places_(pool_->places_.size()) {
+    : pool_(std::move(pool)),
+      states_(pool_->new_states()),
+      places_(pool_->places_.size()),
+      stamps_(static_cast<size_t>(segments_of(n_ctx()))) {
     for (size_t i = 0; i < places_.size(); i++) {
         const SequencePool::Place& place = pool_->places_[i];
         const size_t number = static_cast<size_t>(place.memory);
@@ -51,8 +59,10 @@ int SequenceState::reach(int n_past) const {
 
 int SequenceState::truncate(int n_past) {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const int before = n_past_;
     n_slots_ = n_past_ = reach_locked(n_past);
     for (const auto& state : states_) state->truncate(n_past_);
+    if (n_past_ < before) was_cut(n_past_);
     return n_past_;
 }
 
@@ -90,6 +100,7 @@ int SequenceState::resume(int number, int n_past) {
     }
     n_slots_ = n_past_ = SequencePool::reach(sequence->states, std::min(n_past, sequence->n_past));
     for (size_t i = 0; i < states_.size(); i++) states_[i]->share(*sequence->states[i], n_past_);
+    was_cut(0);
     std::rotate(sequence, sequence + 1, pool_->parked_.end());
     return n_past_;
 }
@@ -99,12 +110,86 @@ int SequenceState::share(const SequenceState& other, int n_past) {
     if (&other == this || other.pool_ != pool_) throw std::invalid_argument("not another sequence of the pool");
     n_slots_ = n_past_ = SequencePool::shared_reach(other.states_, std::min(n_past, other.n_past_));
     for (size_t i = 0; i < states_.size(); i++) states_[i]->share(*other.states_[i], n_past_);
+    was_cut(0);
     return n_past_;
 }
 
 void SequenceState::clear() {
     n_slots_ = n_past_ = 0;
     for (const auto& state : states_) state->truncate(0);
+    was_cut(0);
+}
+
+void SequenceState::was_cut(int n_past) {
+    for (size_t i = static_cast<size_t>(n_past / kSegment); i < stamps_.size(); i++) stamps_[i] = ++n_stamps_;
+}
+
+size_t SequenceState::segment_bytes(int layer) const {
+    return places_[static_cast<size_t>(layer)].kv->memory().segments.layer_bytes();
+}
+
+int SequenceState::first_held(int layer) const {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    return static_cast<int>(places_[static_cast<size_t>(layer)].kv->first());
+}
+
+int SequenceState::first_kept(int layer, int n_past) const {
+    return static_cast<int>(places_[static_cast<size_t>(layer)].kv->memory().first_kept(n_past));
+}
+
+uint64_t SequenceState::stamp(int segment) const {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    return stamps_[static_cast<size_t>(segment)];
+}
+
+bool SequenceState::copy_segment(int layer, int segment, int n_tokens, uint64_t stamp, uint8_t* to) const {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    const size_t number = static_cast<size_t>(segment);
+    const Place& place = places_[static_cast<size_t>(layer)];
+    if (stamps_[number] != stamp || n_past_ < segment * kSegment + n_tokens || number < place.kv->first()) return false;
+    if (is_running_ && n_tokens < kSegment) return false;
+    std::copy_n(place.kv->layer(number, place.index), place.kv->memory().segments.layer_bytes(), to);
+    return true;
+}
+
+// As in a pass, what is written to are slots that are pending.
+bool SequenceState::read_part(const Part& part, size_t segment) const {
+    uint64_t at = part.at, sum = part.before;
+    for (const int layer : part.layers) {
+        const Place& place = places_[static_cast<size_t>(layer)];
+        const size_t n_bytes = place.kv->memory().segments.layer_bytes();
+        uint8_t* to = place.kv->layer(segment, place.index);
+        if (part.file->read(at, n_bytes, to) != n_bytes) return false;
+        sum = byte_sum(to, n_bytes, sum);
+        at += n_bytes;
+    }
+    return sum == part.sum;
+}
+
+bool SequenceState::read_segment(std::span<const Part> parts, int n_tokens) {
+    const SequencePool::Want want{this, n_past_ + n_tokens};
+    SequencePool::reserve({&want, 1});
+    const size_t segment = static_cast<size_t>(n_past_ / kSegment);
+    bool is_whole = false;
+    try {
+        is_whole = std::all_of(parts.begin(), parts.end(), [&](const Part& part) { return read_part(part, segment); });
+    } catch (const std::system_error&) {
+        is_whole = false;
+    }
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    is_running_ = false;
+    if (is_closed_) clear();
+    if (is_closed_ || !is_whole) return false;
+    std::vector<int32_t> path(static_cast<size_t>(n_tokens));
+    std::iota(path.begin(), path.end(), 0);
+    for (const auto& state : states_) state->commit(n_past_, path.data(), n_tokens);
+    n_slots_ = n_past_ += n_tokens;
+    for (int layer = 0; layer < static_cast<int>(places_.size()); layer++) {
+        const auto names = [layer](const Part& part) { return std::ranges::count(part.layers, layer) > 0; };
+        if (std::none_of(parts.begin(), parts.end(), names))
+            places_[static_cast<size_t>(layer)].kv->drop_before(segment + 1);
+    }
+    return true;
 }
 
 void SequenceState::close() {

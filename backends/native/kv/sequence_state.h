@@ -1,11 +1,15 @@
 // The state of a sequence in all layers of a model.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "kv/sequence_pool.h"
+
+class CachedFile;
 
 class SequenceState {
 public:
@@ -64,6 +68,30 @@ public:
     // Gives the memory back, once no pass runs. The sequence is empty then.
     void close();
 
+    // ---- whole segments as bytes, to be kept elsewhere; not of recurrent layers ----
+
+    // Bytes of a segment in a layer.
+    size_t segment_bytes(int layer) const;
+    // The first segment that the sequence has in a layer, and the first that it would keep there after n_past tokens.
+    int first_held(int layer) const;
+    int first_kept(int layer, int n_past) const;
+    // A value that a segment never has again once the sequence was cut before its end.
+    uint64_t stamp(int segment) const;
+    // Copies a layer of a segment whose first n_tokens are committed, unless it is gone, or the sequence was cut since it had
+    // this stamp. In any thread; while a pass runs, it copies whole segments only, which do not change.
+    bool copy_segment(int layer, int segment, int n_tokens, uint64_t stamp, uint8_t* to) const;
+    // The bytes of some layers, one after the other from a place in a file on. sum: byte_sum of all, each after that of
+    // the one before, the first one after `before`.
+    struct Part {
+        std::vector<int> layers;
+        const CachedFile* file;
+        uint64_t at, before, sum;
+    };
+    // Commits the first n_tokens of one more segment, from files; layers that no part names give up all segments up to here, so that `reach` tells
+    // whether passes can run after it. n_past is at the beginning of a segment. Gives false where bytes cannot be
+    // read or are not those of their sum. Throws CacheFull. Both change nothing.
+    bool read_segment(std::span<const Part> parts, int n_tokens);
+
     // ---- a pass, for which SequencePool::reserve made room ----
 
     // Rows n_pending .. n_pending + n - 1 of what is pending are about to run; parents: of all, a row or -1.
@@ -82,6 +110,8 @@ private:
 
     int reach_locked(int n_past) const { return SequencePool::reach(states_, n_past); }
     void clear();
+    void was_cut(int n_past);
+    bool read_part(const Part& part, size_t segment) const;
 
     std::shared_ptr<SequencePool> pool_;
     SequencePool::States states_;
@@ -89,4 +119,6 @@ private:
     std::vector<Place> places_;                 // by layer
     int n_past_ = 0, n_slots_ = 0;
     bool is_running_ = false, is_closed_ = false;
+    std::vector<uint64_t> stamps_;  // by segment
+    uint64_t n_stamps_ = 0;
 };
