@@ -21,9 +21,9 @@ Form: TypeAlias = Literal["own", "chat", "completion"]
 
 _URLS: Mapping[object, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_LIMITS = ("max_completion_tokens", "max_tokens")  # the first one that is given
+LIMITS = ("max_completion_tokens", "max_tokens")  # the first one that is given
 # That change no text.
-_IGNORED = {
+IGNORED = {
     *("model", "user", "metadata", "stream", "stream_options", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
 }
@@ -141,7 +141,7 @@ def _asked(body: Mapping[str, Any], form: Form) -> Asked:
         raise InvalidArgument(f"the request has no {what}")
     options = _options({name: value for name, value in body.items() if name != what})
     if form == "chat":
-        return Asked(None, _messages(body["messages"]), options)
+        return Asked(None, read_messages(body["messages"]), options)
     prompt = body["prompt"]
     are_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not are_tokens:
@@ -161,14 +161,14 @@ def _options(given: Mapping[str, Any]) -> RequestOptions:
         elif name in (*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__, "stop"):
             options[name] = value
         elif name == "response_format":
-            options |= _constraint_of(value)
-        elif name not in (*_IGNORED, *_LIMITS):
-            raise InvalidArgument(_no_such(name))
-    limit = next((given[name] for name in _LIMITS if name in given), None)
+            options |= constraint_of(value)
+        elif name not in (*IGNORED, *LIMITS):
+            raise InvalidArgument(no_such(name))
+    limit = next((given[name] for name in LIMITS if name in given), None)
     return cast(RequestOptions, options if limit is None else options | {"max_tokens": limit})
 
 
-def _constraint_of(format: object) -> ConstraintOptions:
+def constraint_of(format: object) -> ConstraintOptions:
     """What OpenAI's response_format says. Raises InvalidArgument."""
     kind = format.get("type") if isinstance(format, dict) else None
     if kind == "text":
@@ -183,7 +183,7 @@ def _constraint_of(format: object) -> ConstraintOptions:
     )
 
 
-def _no_such(name: str) -> str:
+def no_such(name: str) -> str:
     """That there is no option of this name, with the name that it has here."""
     try:
         SamplingParams().changed({name: None})
@@ -192,7 +192,8 @@ def _no_such(name: str) -> str:
     raise AssertionError(name)  # it is one of SamplingOptions
 
 
-def _messages(given: object) -> list[Message]:
+def read_messages(given: object) -> list[Message]:
+    """Messages as OpenAI has them. Raises InvalidArgument."""
     if not isinstance(given, list) or not given:
         raise InvalidArgument(f"messages must be a list of at least one message: found {shown(given)}")
     messages = [_message(each, f"message {number}") for number, each in enumerate(given, start=1)]

@@ -56,6 +56,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),
     ("loading", [{"loading", "experimental.expert_device"}]),
     ("training, measuring, batch jobs", [{"training"}, {"bench", "expert_bench"}, {"profiler"}, {"batch"}]),
+    ("server", [{"server"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {
@@ -78,7 +79,9 @@ HEAVY = {  # and their owners, modules or packages
     "pyopencl": "edgeinfer.backends.opencl.library",
     "pyosys": "edgeinfer.hls.synth.yosys",
     "pytorch_tokenizers": "edgeinfer.exporters.pte.library",
+    "starlette": "edgeinfer.server.library",
     "torch": "edgeinfer.training edgeinfer.exporters.pte.library",
+    "uvicorn": "edgeinfer.server.library",
 }
 ROOT_FOLDERS = {"backends", "exporters", "hls", "models", "tests"}  # none of them is a package of its own
 
