@@ -91,7 +91,9 @@ class Run:
                 raise error
             if n_left and not self._arrived:
                 try:
-                    await asyncio.wait_for(self._came.wait(), seconds)
+                    # wait_for of Python 3.11 loses a cancellation that comes together with an event
+                    async with asyncio.timeout(seconds):
+                        await self._came.wait()
                 except TimeoutError:
                     yield []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,7 @@ def running(
     parallel = engine.scheduler.n_parallel if n_parallel is None else n_parallel
     server = Server(Models(served, any_name), limit, access or Access(), parallel, log.append)
     listening = bind("127.0.0.1", 0)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections: less than an answer
     ready, stops = threading.Event(), []
 
     def begun(stop: Callable[[], None]) -> None:

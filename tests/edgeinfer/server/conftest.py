@@ -1,6 +1,7 @@
 """A tiny model, its engine, and a server of it."""
 
 import importlib.util
+import time
 
 import pytest
 from http_server import running, server_is_there
@@ -36,3 +37,17 @@ def ending(model):
         missing("grammar", "llguidance is not installed")
     with edgeinfer.load(model, backend="native", parallel=4, draft="none") as engine, running(engine) as found:
         yield found
+
+
+@pytest.fixture
+def slow(engine, monkeypatch):
+    """An engine whose passes take 20 ms more, so that requests can be caught on their way."""
+    for owner in (type(engine.session), type(engine.session.model)):
+        forward = owner.forward
+
+        def slowly(*arguments, forward=forward, **options):
+            time.sleep(0.02)
+            return forward(*arguments, **options)
+
+        monkeypatch.setattr(owner, "forward", slowly)
+    return engine
