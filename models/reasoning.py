@@ -22,9 +22,17 @@ from edgeinfer.common.errors import TemplateError
 from edgeinfer.models.output_machines import ChannelsMachine, Kind, OutputMachine, Segment, TagsMachine
 from edgeinfer.models.provenance import is_trusted, joined, plain, trusted
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.models.tool_calls import ToolCall, calls_for_template, read_calls
+from edgeinfer.models.tool_calls import ToolCall, call_id, calls_for_template, read_calls
 
-__all__ = ["OutputFormat", "OutputParser", "ToolCall", "calls_for_template", "read_calls", "reasoning_fields"]
+__all__ = [
+    "OutputFormat",
+    "OutputParser",
+    "ToolCall",
+    "call_id",
+    "calls_for_template",
+    "read_calls",
+    "reasoning_fields",
+]
 
 # Around the reasoning. The last two are phrases: they count where the template has both.
 REASONING_TAGS = (

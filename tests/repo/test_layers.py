@@ -48,6 +48,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ),
     ("experts on a device", [{"experimental"}]),
     ("sampling that a file asks for", [{"sampling_defaults"}]),
+    ("tools", [{"tools"}]),
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
