@@ -15,7 +15,7 @@ import stat
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from edgeinfer.asynchronous import pieces_of
 from edgeinfer.common.arguments import check_file_name, check_text
@@ -34,15 +34,16 @@ from edgeinfer.message import (
     with_broken_marks,
     without_ids,
 )
+from edgeinfer.models.provenance import joined
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.stream import RequestOptions, Stream
+from edgeinfer.tools.asking import asked_for
 from edgeinfer.tools.options import NO_TOOLS, ToolOptions, ToolUse, split_tool_options, tool_use_of
+from edgeinfer.tools.reading import FormatReader, spelled
+from edgeinfer.tools.template import CallForm, TemplateTools
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
-
-CallForm: TypeAlias = Literal["object", "json", "text"]
-"""How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
 
 
 class ChatOptions(RequestOptions, ToolOptions, total=False):
@@ -64,6 +65,7 @@ class Conversation(OfOneProcess):
         self.engine = engine
         self._template = engine.template  # raises where there is none
         self._format = engine.output_format
+        self._tools = TemplateTools(self._template, self._format.calls)
         self._outputs: dict[tuple[str, tuple[int, ...]], OutputParser] = {}  # answers that were split again
         self.messages: list[Message] = []
         self.system = system
@@ -232,7 +234,10 @@ class Conversation(OfOneProcess):
         if len(prompt) >= self.engine.n_ctx:
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages, use))
-        output = self._format.parser(opened)
+        reader = FormatReader(self._tools.format, use.tools) if use.tools else None
+        output = self._format.parser(opened, reader)
+        if use.tools:
+            others = asked_for(self.engine, self._tools.format, use, bool(opened), others)
         return self.engine.stream(prompt, output=output, **cast(RequestOptions, others)), output
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
@@ -243,26 +248,32 @@ class Conversation(OfOneProcess):
         return len(self._encode(messages, add_generation_prompt=add_generation_prompt))
 
     def _encode(self, messages: list[Message], *, add_generation_prompt: bool, use: ToolUse = NO_TOOLS) -> list[int]:
-        tools = _declarations(use)
+        tools = self._tools.declarations(use)
         return self._rendered_by(
             lambda given: self._template.encode(
                 self.engine.tokenizer, given, add_generation_prompt=add_generation_prompt, tools=tools
             ),
             messages,
+            use,
         )
 
     def _generation_prompt(self, messages: list[Message], use: ToolUse) -> str:
         """What the template adds to these messages to begin an answer."""
-        tools = _declarations(use)
-        whole = self._rendered_by(lambda given: self._template.render(given, tools=tools), messages)
+        tools = self._tools.declarations(use)
+        whole = self._rendered_by(lambda given: self._template.render(given, tools=tools), messages, use)
         before = self._rendered_by(
-            lambda given: self._template.render(given, add_generation_prompt=False, tools=tools), messages
+            lambda given: self._template.render(given, add_generation_prompt=False, tools=tools), messages, use
         )
         return whole.removeprefix(before) if whole.startswith(before) else ""
 
     # ---- Earlier answers ---------------------------------------------------------------------------------------------
 
-    def _rendered_by(self, render: Callable[[list[dict[str, Any]]], _Rendered], messages: list[Message]) -> _Rendered:
+    def _rendered_by(
+        self,
+        render: Callable[[list[dict[str, Any]]], _Rendered],
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+    ) -> _Rendered:
         """What `render` makes of the messages in the form that the template expects.
 
         Templates differ in the calls of tools that they take: with arguments as an object, as JSON, or none at all; and
@@ -271,18 +282,19 @@ class Conversation(OfOneProcess):
         answers = [message for message in messages if message["role"] == "assistant"]
         forms: tuple[CallForm, ...] = ("object",)
         if any("tool_calls" in answer for answer in answers):
-            forms = ("object", "json", "text") if "tool_calls" in self._template.source else ("text",)
+            forms = self._tools.call_forms
         elif not all(answer["content"] for answer in answers):
             forms = ("object", "text")
         refused: TemplateError | None = None
         for form in forms:
             try:
-                return render([self._for_template(message, form) for message in messages])
+                return render(self._tools.prepared([self._for_template(message, form) for message in messages], use))
             except TemplateError as error:
                 refused = refused or error
         if self._format.uses_channels and any(CHANNEL_MARK in part for answer in answers for part in texts_of(answer)):
             # gpt-oss's template takes an answer that writes about its marks for one that was not split.
-            return render([self._for_template(with_broken_marks(message), forms[0]) for message in messages])
+            broken = [self._for_template(with_broken_marks(message), forms[0]) for message in messages]
+            return render(self._tools.prepared(broken, use))
         raise cast(TemplateError, refused)
 
     def _for_template(self, message: Message, form: CallForm) -> dict[str, Any]:
@@ -307,7 +319,10 @@ class Conversation(OfOneProcess):
         output = self._parsed(message)
         if output is not None:
             return output.emitted(len(message["content"]))
-        return "\n".join(filter(None, (message["content"], *map(_text_of, message.get("tool_calls", [])))))
+        calls = message.get("tool_calls", [])
+        if calls and all(call["name"] is not None for call in calls):
+            return joined(filter(None, (message["content"], spelled(self._tools.format, calls))), "\n")
+        return "\n".join(filter(None, (message["content"], *(call["text"] for call in calls))))
 
     def _parsed(self, message: Message) -> OutputParser | None:
         """The tokens of an answer, split again; None without any, or where the message does not say what they say."""
@@ -319,12 +334,19 @@ class Conversation(OfOneProcess):
         if output is None:
             if len(self._outputs) >= _MOST_OUTPUTS:
                 self._outputs.clear()
-            output = self._outputs[key] = self._format.parser(key[0])
-            for token in tokens:
-                output.push(token)
-            output.flush()
-        said = answer_message(output, len(message["content"]), tokens)
-        return output if said == {**without_ids(message), "tokens": list(tokens)} else None
+            output = self._outputs[key] = self._read(self._format.parser(key[0]), tokens)
+        wanted = {**without_ids(message), "tokens": list(tokens)}
+        if answer_message(output, len(message["content"]), tokens) == wanted:
+            return output
+        # An answer where tools were given may be split otherwise.
+        output = self._read(self._format.parser(key[0], FormatReader(self._tools.format)), tokens)
+        return output if answer_message(output, len(message["content"]), tokens) == wanted else None
+
+    def _read(self, output: OutputParser, tokens: Sequence[int]) -> OutputParser:
+        for token in tokens:
+            output.push(token)
+        output.flush()
+        return output
 
     def _fitted(self, message: Message) -> Message:
         """A message from a file, with the tokens only if they are of this model's vocabulary."""
@@ -359,16 +381,6 @@ class Conversation(OfOneProcess):
         if not questions or not is_answered or self.messages[-2]["role"] not in ("user", "tool"):
             raise InvalidArgument("there is no exchange yet: send a message first")
         return questions[-1]
-
-
-def _declarations(use: ToolUse) -> list[dict[str, Any]] | None:
-    return [tool.declaration for tool in use.tools] or None
-
-
-def _text_of(call: Mapping[str, Any]) -> str:
-    """A call as it was emitted, or where that is not known, as most models write it."""
-    written = {"name": call["name"], "arguments": call["arguments"]}
-    return str(call["text"]) if "text" in call else json.dumps(written, ensure_ascii=False)
 
 
 class Answer(OfOneProcess, Iterator[Piece]):

@@ -79,3 +79,5 @@ class Completion:
     # object, what JSON says, or the text; or None, and why there is no value
     parsed: Any = None
     parse_error: str | None = None
+    # in a chat with tools: why a call is part of the text, None where none is
+    call_error: str | None = None

@@ -152,12 +152,17 @@ class Output(Protocol):
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Those that have ended."""
 
+    @property
+    def call_error(self) -> str | None:
+        """Why a call of a tool is part of the text instead, None where none is."""
+
 
 class RawOutput(Output):
     """Everything emitted is text, except control tokens."""
 
     reasoning = None
     tool_calls: tuple[ToolCall, ...] = ()
+    call_error = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -255,7 +260,9 @@ class Record:
             rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
         new_calls = self._new_calls()
-        parsed, error = (None, None) if self.constraint is None else self.constraint.result(self._tokens, reason)
+        parsed, error = None, None
+        if self.constraint is not None and not self._calls:
+            parsed, error = self.constraint.result(self._tokens, reason)
         self.completion = Completion(
             "".join(self._text),
             tuple(self._tokens),
@@ -268,6 +275,7 @@ class Record:
             tuple(self.logprobs[: len(self._tokens)]),
             parsed,
             error,
+            self._output.call_error,
         )
         return Piece(rest, (), reason, reasoning, (), new_calls)
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from edgeinfer.models.call_syntax import python_calls, xml_calls
 
@@ -32,17 +32,35 @@ def call_id(n_prompt: int, number: int, text: str) -> str:
 
     n_prompt: tokens before the answer, so that later answers of a conversation have others.  number: of the call in it.
     """
-    value = int.from_bytes(hashlib.blake2b(f"{n_prompt} {number} {text}".encode(errors="replace")).digest(), "big")
-    return short_id(value)
+    return mistral_id(f"{n_prompt} {number} {text}")
 
 
-def short_id(value: int) -> str:
-    """An id of nine letters and digits made of a large number."""
+def mistral_id(text: str) -> str:
+    """An id as Mistral's templates need it, nine letters and digits; the same of the same text."""
+    value = int.from_bytes(hashlib.blake2b(text.encode(errors="replace")).digest(), "big")
     digits = []
     for _ in range(_ID_LENGTH):
         value, digit = divmod(value, len(_ID_DIGITS))
         digits.append(_ID_DIGITS[digit])
     return "".join(digits)
+
+
+class CallReader(Protocol):
+    """Reads the calls of one format: edgeinfer.tools.reading."""
+
+    @property
+    def opening(self) -> str:
+        """What begins calls, by its name; "": they are all of an answer."""
+        ...
+
+    @property
+    def closing(self) -> str:
+        """What ends calls, by its name; "": the next opening, or the end."""
+        ...
+
+    def read(self, text: str) -> list[ToolCall]:
+        """The calls of the text between the two; none if it is no such text."""
+        ...
 
 
 _CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")

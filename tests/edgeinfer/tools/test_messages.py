@@ -19,7 +19,7 @@ TEMPLATE = """{%- for t in tools or [] -%}{{ 'TOOL ' + (t | tojson) + '\\n' }}{%
 {%- endfor -%}
 {%- if m.role == 'tool' -%}{{ '|' + m.name + '|' + m.tool_call_id }}{%- endif -%}
 {{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
-CALL = '<tool_call>{"name": "look", "arguments": {"at": "é"}}</tool_call>'
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
 def look(at: str) -> str:
@@ -46,14 +46,16 @@ def prompt_of(script):
 def asked(engine, script, **options):
     """A conversation whose last answer has called two tools."""
     chat = engine.chat()
-    script.emit(CALL + CALL)
+    script.emit(f"{CALL}\n{CALL}")
     for _ in chat.send("q", **options):
         pass
     return chat
 
 
 def test_the_template_gets_the_tools(engine, script):
-    asked(engine, script, tools=[look])
+    script.emit("")
+    for _ in engine.chat().send("q", tools=[look]):
+        pass
     assert 'TOOL {"type": "function", "function": {"name": "look", "description": "Look at something."' in prompt_of(
         script
     )
@@ -72,7 +74,7 @@ def test_calls_have_ids_which_the_same_answer_has_again(engine, script):
 
 
 def test_a_piece_tells_when_a_call_has_ended(engine, script):
-    script.emit(CALL + CALL)
+    script.emit(f"{CALL}\n{CALL}")
     answer = engine.chat().send("q")
     pieces = list(answer)
     ended = [call for piece in pieces for call in piece.tool_calls]
