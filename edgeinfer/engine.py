@@ -517,9 +517,13 @@ class Engine(OfOneProcess):
 
         return Constraints(self.tokenizer)
 
+    def check_constraint(self, wanted: Wanted) -> None:
+        """Read a constraint, which a request needs soon. Raises InvalidConstraint, BackendUnavailable."""
+        self._constraints.read(wanted)
+
     def _constraint(self, wanted: Wanted, n_prompt: int, output: Output | None) -> ConstraintState:
         """A constraint along a text with a prompt of n_prompt tokens. Raises as `stream`."""
-        parser = output if isinstance(output, OutputParser) else None
+        parser = output if isinstance(output, OutputParser) and not wanted.includes_reasoning else None
         return self._constraints.read(wanted).state(wanted, n_prompt, parser)
 
     def _pieces(self, submit: Submit, record: Record, progress: Progress | None) -> Generator[Piece, None, None]:

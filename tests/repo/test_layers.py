@@ -19,7 +19,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         [
             {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
             | {"models.chat_template", "models.message_form", "models.template_sandbox", "models.reasoning"}
-            | {"models.output_machines", "models.tool_calls", "models.call_syntax"},
+            | {"models.output_machines", "models.tool_calls", "models.call_syntax", "models.call_formats"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
             | {"models.draft_vocab", "models.draft_head"},
@@ -48,6 +48,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ),
     ("experts on a device", [{"experimental"}]),
     ("sampling that a file asks for", [{"sampling_defaults"}]),
+    ("tools", [{"tools"}]),
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
