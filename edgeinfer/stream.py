@@ -79,6 +79,11 @@ class Stream(OfOneProcess, Iterator[Piece]):
         return self._record.params
 
     @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self._record.n_prompt
+
+    @property
     def sequence(self) -> Sequence | None:
         """The text that runs, None before it was asked for."""
         return self._record.sequence
@@ -205,7 +210,7 @@ class Record:
         self.stats: StatsCounter | None = None  # of speculation, once the prompt is read
         self.expert_reads: Callable[[], ExpertReads] | None = None  # of the model's cache, until now
         self._reads: list[ExpertReads] = []  # at the beginning, and after the first token
-        self._n_prompt = n_prompt
+        self.n_prompt = n_prompt
         self._n_alternatives = n_alternatives
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
@@ -267,7 +272,7 @@ class Record:
             "".join(self._text),
             tuple(self._tokens),
             reason,
-            Usage(self._n_prompt, self.n_cached, len(self._tokens)),
+            Usage(self.n_prompt, self.n_cached, len(self._tokens)),
             self._timings(),
             self.params,
             self._output.reasoning,
@@ -283,7 +288,7 @@ class Record:
         """The calls of tools that have ended since the last piece, with their ids."""
         found = self._output.tool_calls[len(self._calls) :]
         new = [
-            replace(call, id=call_id(self._n_prompt, number, call.text))
+            replace(call, id=call_id(self.n_prompt, number, call.text))
             for number, call in enumerate(found, start=len(self._calls))
         ]
         self._calls += new
@@ -295,7 +300,7 @@ class Record:
         return Timings(
             prompt_seconds,
             decode_seconds,
-            (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
+            (self.n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
             (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
             None if self.stats is None else self.stats.figures(),
             reads[1].since(reads[0]) if len(reads) > 1 else None,

@@ -20,7 +20,7 @@ MOST_BYTES = 1 << 26  # of a line
 Form: TypeAlias = Literal["own", "chat", "completion"]
 
 _URLS: Mapping[object, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 LIMITS = ("max_completion_tokens", "max_tokens")  # the first one that is given
 # That change no text.
 IGNORED = {
@@ -141,7 +141,7 @@ def _asked(body: Mapping[str, Any], form: Form) -> Asked:
         raise InvalidArgument(f"the request has no {what}")
     options = _options({name: value for name, value in body.items() if name != what})
     if form == "chat":
-        return Asked(None, read_messages(body["messages"]), options)
+        return Asked(None, _messages(body["messages"]), options)
     prompt = body["prompt"]
     are_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not are_tokens:
@@ -192,8 +192,7 @@ def no_such(name: str) -> str:
     raise AssertionError(name)  # it is one of SamplingOptions
 
 
-def read_messages(given: object) -> list[Message]:
-    """Messages as OpenAI has them. Raises InvalidArgument."""
+def _messages(given: object) -> list[Message]:
     if not isinstance(given, list) or not given:
         raise InvalidArgument(f"messages must be a list of at least one message: found {shown(given)}")
     messages = [_message(each, f"message {number}") for number, each in enumerate(given, start=1)]
@@ -206,13 +205,13 @@ def _message(given: object, place: str) -> Message:
     if not isinstance(given, dict) or not {"role", "content"} <= given.keys() <= {"role", "content", "name"}:
         raise InvalidArgument(f'{place} must be {{"role": ..., "content": ...}}: found {shown(given)}')
     role = given["role"]
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{place}: the role must be {', '.join(_ROLES)}: found {shown(role)}")
-    return {"role": _ROLES[role], "content": _text_of(given["content"], place)}
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidArgument(f"{place}: the role must be {', '.join(ROLES)}: found {shown(role)}")
+    return {"role": ROLES[role], "content": text_of(given["content"], place)}
 
 
-def _text_of(content: object, place: str) -> str:
-    """The text of a message: itself, or parts that are texts."""
+def text_of(content: object, place: str) -> str:
+    """The text of a message: itself, or parts that are texts. Raises InvalidArgument."""
     parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
         part["text"]

@@ -63,7 +63,7 @@ async def answer(
         streams = await run.prepare(lambda: list(asked.streams(served.engine, server.limits)))
         answering = _Answering(server, exchange, form, len(streams))
         if not asked.is_stream:
-            list(form.begin(streams))
+            list(form.begin(streams))  # which count
             async for _ in answering.parts(run):
                 pass
             answering.count_end()

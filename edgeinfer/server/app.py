@@ -7,6 +7,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
+from edgeinfer.server.dialects.anthropic import common as anthropic_common
+from edgeinfer.server.dialects.anthropic import messages
+from edgeinfer.server.dialects.ollama import answers as ollama_answers
+from edgeinfer.server.dialects.ollama import common as ollama_common
+from edgeinfer.server.dialects.ollama import models as ollama_models
 from edgeinfer.server.dialects.openai import chat, common, completions, models
 from edgeinfer.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from edgeinfer.server.library import open_routing
@@ -27,8 +32,22 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/v1/models": {"GET": models.list_models},
     "/v1/models/{model:path}": {"GET": models.retrieve_model},
     "/v1/embeddings": {"POST": models.embeddings},
+    "/v1/messages": {"POST": messages.answer_messages},
+    "/v1/messages/count_tokens": {"POST": messages.count_tokens},
+    "/api/version": {"GET": ollama_models.version},
+    "/api/tags": {"GET": ollama_models.tags},
+    "/api/ps": {"GET": ollama_models.running},
+    "/api/show": {"POST": ollama_models.show},
+    "/api/chat": {"POST": ollama_answers.chat},
+    "/api/generate": {"POST": ollama_answers.generate},
+    **{f"/api/{name}": {"POST": ollama_models.lacking} for name in ("pull", "push", "create", "copy", "embed")},
+    "/api/embeddings": {"POST": ollama_models.lacking},
+    "/api/delete": {"DELETE": ollama_models.lacking},
 }
-_ERRORS: Mapping[str, ErrorOf] = {}  # by the beginning of a path; all others are OpenAI's
+_ERRORS: Mapping[str, ErrorOf] = {  # by the beginning of a path; all others are OpenAI's
+    "/api/": ollama_common.error_of,
+    "/v1/messages": anthropic_common.error_of,
+}
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",
     "access-control-allow-headers": "authorization, content-type, x-api-key",

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from edgeinfer.engine import Engine
+from edgeinfer.server.about import About, about
 from edgeinfer.server.problem import Problem
 
 
 @dataclass
 class Served:
-    """A loaded model.  id: as clients name it.  aliases: its other names.  created: seconds since 1970."""
+    """A loaded model.
+
+    id: as clients name it.  aliases: its other names.  created: seconds since 1970.  until: by time.monotonic, how long
+    it is kept without requests.
+    """
 
     engine: Engine
     id: str
     aliases: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
+    until: float = math.inf
 
     def is_called(self, name: str) -> bool:
         """Whether a name is one of its own; ":latest" and capitals make no difference."""
@@ -31,6 +38,7 @@ class Models:
 
     def __init__(self, served: Served, any_name: bool = False) -> None:
         self._served, self._any_name = served, any_name
+        self._about = about(served.engine.path)
 
     @property
     def default(self) -> Served | None:
@@ -57,6 +65,16 @@ class Models:
                 param="model",
             )
         return self._served.id
+
+    def about(self, id: str) -> About:
+        """What the file of a model says."""
+        return self._about
+
+    def keep(self, served: Served, seconds: float | None) -> None:
+        """Keep a model so long after its last request; None changes nothing. The only one is always kept."""
+
+    async def drop(self, id: str) -> None:
+        """Give back the memory of a model. The only one is always kept."""
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Served]:

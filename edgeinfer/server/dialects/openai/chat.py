@@ -31,7 +31,7 @@ class ChatForm(Form):
     ping = common.PING
 
     def __init__(self, served: Served, asked: Asked, wants_usage: bool) -> None:
-        self._engine, self._n, self._wants_usage = served.engine, asked.n, wants_usage
+        self._engine, self._asked, self._n, self._wants_usage = served.engine, asked, asked.n, wants_usage
         self._has_logprobs = asked.options.get("logprobs") is not None
         self._is_stream = asked.is_stream
         self._head = common.head("chat.completion.chunk", "chatcmpl", served)
@@ -52,17 +52,21 @@ class ChatForm(Form):
             self._logprobs.setdefault(number, []).extend(piece.logprobs)
         if piece.reasoning:
             yield self._chunk(number, {"reasoning_content": piece.reasoning})
-        if piece.text:
-            yield self._chunk(number, {"content": piece.text})
-        for call in getattr(piece, "tool_calls", ()):
+        calls, text = common.split_calls(piece.tool_calls, self._asked)
+        if piece.text or text:
+            yield self._chunk(number, {"content": piece.text + text})
+        for call in calls:
             index = self._n_calls.get(number, 0)
             self._n_calls[number] = index + 1
-            yield self._chunk(number, {"tool_calls": [common.call_of(call, index)]})
+            named = common.call_of(call)
+            arguments, named["function"]["arguments"] = named["function"]["arguments"], ""
+            yield self._chunk(number, {"tool_calls": [{"index": index, **named}]})
+            yield self._chunk(number, {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
 
     @override
     def ended(self, number: int, completion: Completion) -> Iterator[bytes]:
         self._completions[number] = completion
-        yield self._chunk(number, {}, common.finish_of(completion))
+        yield self._chunk(number, {}, common.finish_of(completion, number in self._n_calls))
 
     @override
     def end(self) -> Iterator[bytes]:
@@ -81,18 +85,19 @@ class ChatForm(Form):
 
     def _choice(self, number: int) -> dict[str, Any]:
         completion = self._completions[number]
-        calls = [common.call_of(call) for call in completion.tool_calls]
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        calls, text = common.split_calls(completion.tool_calls, self._asked)
+        said = completion.text + text
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if completion.reasoning:
             message["reasoning_content"] = completion.reasoning
         if calls:
-            message |= {"content": completion.text or None, "tool_calls": calls}
+            message |= {"content": said or None, "tool_calls": [common.call_of(call) for call in calls]}
         logprobs = common.chat_logprobs(self._engine, completion.logprobs) if self._has_logprobs else None
         return {
             "index": number,
             "message": message,
             "logprobs": logprobs,
-            "finish_reason": common.finish_of(completion),
+            "finish_reason": common.finish_of(completion, bool(calls)),
         }
 
     def _chunk(self, number: int, delta: dict[str, Any], finish: str | None = None) -> bytes:

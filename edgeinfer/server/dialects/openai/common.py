@@ -12,6 +12,8 @@ from typing import Any
 from edgeinfer.completion import Completion, FinishReason
 from edgeinfer.engine import Engine
 from edgeinfer.logprobs import TokenLogprob
+from edgeinfer.models.reasoning import ToolCall
+from edgeinfer.server.asked import Asked
 from edgeinfer.server.exchange import Exchange, encoded
 from edgeinfer.server.problem import Problem
 from edgeinfer.server.served import Served
@@ -57,11 +59,15 @@ def head(kind: str, prefix: str, served: Served) -> dict[str, Any]:
     }
 
 
-def finish_of(completion: Completion) -> str:
+def finish_of(completion: Completion, has_calls: bool = False) -> str:
     """Why a text ended. A call that was cut is no call."""
-    if completion.finish_reason == "stop" and completion.tool_calls:
-        return "tool_calls"
-    return _FINISH[completion.finish_reason]
+    return "tool_calls" if completion.finish_reason == "stop" and has_calls else _FINISH[completion.finish_reason]
+
+
+def split_calls(calls: Sequence[ToolCall], asked: Asked) -> tuple[list[ToolCall], str]:
+    """(calls for the client, the text of the others): those of no tool, or where no tools were given."""
+    found = [call for call in calls if asked.tools and call.name is not None and call.arguments is not None]
+    return found, "".join(call.text for call in calls if call not in found)
 
 
 def usage_of(completions: Sequence[Completion], n: int) -> dict[str, Any]:
@@ -100,8 +106,7 @@ def chat_logprobs(engine: Engine, tokens: Sequence[TokenLogprob]) -> dict[str, A
     return {"content": content, "refusal": None}
 
 
-def call_of(call: Any, number: int | None = None) -> dict[str, Any]:
-    """A call of a tool.  number: in a stream."""
-    function = {"name": call.name, "arguments": json.dumps(call.arguments or {}, ensure_ascii=False)}
-    place = {} if number is None else {"index": number}
-    return {**place, "id": f"call_{call.id}", "type": "function", "function": function}
+def call_of(call: ToolCall) -> dict[str, Any]:
+    """A call of a tool."""
+    function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": function}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
-from edgeinfer.batch.lines import IGNORED, LIMITS, constraint_of, no_such, read_messages
+from edgeinfer.batch.lines import IGNORED, LIMITS, constraint_of, no_such
 from edgeinfer.common.arguments import check_integer, shown
 from edgeinfer.constraints.options import ConstraintOptions
 from edgeinfer.engine import Prompt
 from edgeinfer.sampling import SamplingOptions
 from edgeinfer.server.asked import Asked, check_seconds
+from edgeinfer.server.dialects.openai.messages import check_number_of, read_chat_parts
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problem import Problem, about, unsupported
 from edgeinfer.stream import RequestOptions
@@ -112,8 +113,7 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool]:
         asked.options["logprobs"] = top
     elif top:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    asked.messages = _messages(reader.body, limits)
-    _read_tools(reader, asked, limits)
+    asked.messages, asked.tools = read_chat_parts(reader.body, limits)
     return asked, reader.wants_usage()
 
 
@@ -131,28 +131,6 @@ def read_completion(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, boo
         raise Problem(400, "the request has no prompt", param="prompt")
     asked.prompts = _prompts(reader.body["prompt"], limits)
     return asked, reader.wants_usage(), echo
-
-
-def _messages(body: Mapping[str, Any], limits: Limits) -> Any:
-    if "messages" not in body:
-        raise Problem(400, "the request has no messages", param="messages")
-    check_number_of("messages", body["messages"], limits.messages)
-    with about("messages"):
-        return read_messages(body["messages"])
-
-
-def check_number_of(name: str, values: object, most: int) -> None:
-    """Raises Problem where there are too many."""
-    if isinstance(values, list) and len(values) > most:
-        raise Problem(400, f"there may be {most} {name}: found {len(values)}", param=name)
-
-
-def _read_tools(reader: Reader, asked: Asked, limits: Limits) -> None:
-    for name in ("tools", "tool_choice", "parallel_tool_calls"):
-        value = reader.body.get(name)
-        if value in (None, [], "none", "auto") or (name == "parallel_tool_calls" and value is True):
-            continue
-        raise unsupported(name)
 
 
 def _prompts(given: object, limits: Limits) -> list[Prompt]:
