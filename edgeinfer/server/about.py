@@ -45,18 +45,20 @@ def about(path: Path) -> About:
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a model can do.  chats, reasons: whether it has a chat template, and marks its reasoning.  tools: whether
-    its template takes them."""
+    """What a model can do.
+
+    chats, reasons: whether it has a chat template, and marks its reasoning. What chats calls tools, too: where the
+    template has no place for them they are in the system message.
+    """
 
     chats: bool
     reasons: bool
-    tools: bool
 
 
 def abilities(engine: Engine) -> Abilities:
     """What a model can do."""
     try:
-        template, format = engine.template, engine.output_format
+        format = engine.output_format
     except TemplateError:
-        return Abilities(False, False, False)
-    return Abilities(True, bool(format.reasoning) or format.uses_channels, "tools" in template.source)
+        return Abilities(False, False)
+    return Abilities(True, bool(format.reasoning) or format.uses_channels)

@@ -37,7 +37,7 @@ class Models:
     """The one model of a server.  any_name: whether it answers to every name."""
 
     def __init__(self, served: Served, any_name: bool = False) -> None:
-        self._served, self._any_name = served, any_name
+        self._served, self.any_name = served, any_name
         self._about = about(served.engine.path)
 
     @property
@@ -56,7 +56,7 @@ class Models:
 
     def find(self, name: str | None) -> str:
         """The id of the model that a name means. Raises Problem where there is none."""
-        if name is not None and not self._any_name and not self._served.is_called(name):
+        if name is not None and not self.any_name and not self._served.is_called(name):
             raise Problem(
                 404,
                 f"there is no model {name!r}: this server has {', '.join(self.names())}; with --any-model it answers "

@@ -30,7 +30,7 @@ def test_a_message_is_answered(server, engine):
     expected = answer(engine, system="be brief")
     said = server.ask(MESSAGES, **HELLO, system=[{"type": "text", "text": "be brief", "cache_control": {"type": "x"}}])
     assert said["type"] == "message" and said["role"] == "assistant" and said["model"] == "tiny"
-    assert said["content"] == [{"type": "text", "text": expected.text}]
+    assert said["content"] == [{"type": "text", "text": expected.text, "citations": None}]
     assert said["stop_reason"] == "max_tokens" and said["stop_sequence"] is None
     assert said["usage"]["input_tokens"] == expected.usage.prompt_tokens and said["usage"]["output_tokens"] == 8
 
@@ -47,7 +47,10 @@ def test_events_come_in_the_order_of_anthropic(server, engine):
     assert "".join(data["delta"]["text"] for name, data in found if name == "content_block_delta") == expected.text
     start, end = found[0][1]["message"], found[-2][1]
     assert start["content"] == [] and start["usage"]["input_tokens"] == expected.usage.prompt_tokens
-    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None} and end["usage"]["output_tokens"] == 8
+    assert (
+        end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None, "stop_details": None}
+        and end["usage"]["output_tokens"] == 8
+    )
 
 
 def test_the_stop_sequence_that_was_met_is_named(server, engine):
@@ -55,7 +58,7 @@ def test_the_stop_sequence_that_was_met_is_named(server, engine):
     stop = text[3:5]
     said = server.ask(MESSAGES, **HELLO | {"max_tokens": 20}, stop_sequences=["never here", stop])
     assert (said["stop_reason"], said["stop_sequence"]) == ("stop_sequence", stop)
-    assert said["content"] == [{"type": "text", "text": text[: text.index(stop)]}]
+    assert said["content"] == [{"type": "text", "text": text[: text.index(stop)], "citations": None}]
 
 
 def test_tokens_are_counted_also_of_what_does_not_fit(server, engine):

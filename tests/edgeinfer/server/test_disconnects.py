@@ -11,7 +11,14 @@ from http_server import running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SOON = 0.25  # seconds
-LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 450, "seed": 1, "loop_guard": 0}
+QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+LONG = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 450,
+    "seed": 1,
+    "loop_guard": 0,
+}
 
 
 def sent(server, path, body):
@@ -38,7 +45,7 @@ def test_a_client_that_goes_during_its_answer(slow, stream):
 def test_a_client_that_goes_during_its_prompt(slow, monkeypatch):
     monkeypatch.setattr(slow.scheduler.pace, "piece", lambda n, room: min(4, room))
     with running(slow) as server:
-        connection = sent(server, TEXT, {"prompt": "hello there " * 60, "max_tokens": 50})
+        connection = sent(server, TEXT, {"model": "tiny", "prompt": "hello there " * 60, "max_tokens": 50})
         server.wait(lambda: any(text.session is not None and text.n_ready == 0 for text in server.texts))
         time.sleep(0.1)
         assert server.texts and not server.texts[0].n_ready
@@ -88,7 +95,12 @@ def test_a_client_that_does_not_read_stops_its_text_alone(engine):
 def mixed(seed):
     """A request of any kind."""
     draw = random.Random(seed)
-    options = {"max_tokens": draw.randint(1, 24), "seed": seed, "temperature": draw.choice([0, 0.7, 1.5])}
+    options = {
+        "model": "tiny",
+        "max_tokens": draw.randint(1, 24),
+        "seed": seed,
+        "temperature": draw.choice([0, 0.7, 1.5]),
+    }
     options["stream"] = draw.random() < 0.5
     if draw.random() < 0.3:
         options["n"] = 2

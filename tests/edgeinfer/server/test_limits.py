@@ -15,8 +15,15 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.problem import Problem
 
 CHAT = "/v1/chat/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
-LONG = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "seed": 1, "loop_guard": 0}
+QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+HELLO = QUESTION | {"max_tokens": 2}
+LONG = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 400,
+    "seed": 1,
+    "loop_guard": 0,
+}
 
 # ---- Who may ask -----------------------------------------------------------------------------------------------------
 
@@ -187,7 +194,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(engine):
         for reply in refused:
             assert 1 <= int(reply.headers["retry-after"]) <= 60 and reply.json["error"]["code"] == "queue_full"
         assert len({reply.json["choices"][0]["message"]["content"] for reply in replies if reply.status == 200}) == 1
-        assert server.server.n_texts == 0
+        server.wait(lambda: not server.server.n_texts)
         assert server.post(CHAT, HELLO | {"n": 7}).json["error"]["param"] == "n"
 
 

@@ -92,7 +92,7 @@ def test_what_copilot_and_home_assistant_look_at(server, engine):
     shown = server.ask("/api/show", model=listed["name"])
     architecture = shown["model_info"]["general.architecture"]
     assert shown["model_info"][f"{architecture}.context_length"] == engine.n_ctx
-    assert shown["capabilities"] == ["completion"] and "im_start" in shown["template"]
+    assert shown["capabilities"] == ["completion", "tools"] and "im_start" in shown["template"]
     (loaded,) = server.get("/api/ps").json["models"]
     assert loaded["name"] == listed["name"] and loaded["expires_at"] > "20" and loaded["context_length"] == engine.n_ctx
     assert server.post("/api/pull", {"model": "x"}).status == 501

@@ -5,7 +5,7 @@ import json
 import pytest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 3}
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "seed": 3}
 
 
 def answer(engine, **options):
@@ -94,13 +94,15 @@ def test_parameters_reach_the_engine(server, engine):
     first = answer(engine, temperature=0).tokens[0]
     biased = server.ask(CHAT, **HELLO, temperature=0, logit_bias={str(first): -100})["choices"][0]["message"]
     assert biased["content"] == answer(engine, temperature=0, logit_bias={first: -100}).text
-    limited = server.ask(CHAT, messages=HELLO["messages"], seed=3, max_tokens=9, max_completion_tokens=2)
+    limited = server.ask(CHAT, model="tiny", messages=HELLO["messages"], seed=3, max_tokens=9, max_completion_tokens=2)
     assert limited["usage"]["completion_tokens"] == 2
 
 
 def test_content_may_be_parts_that_are_texts_and_null_is_not_given(server, engine):
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
-    said = server.ask(CHAT, messages=parts, max_tokens=8, seed=3, stop=None, temperature=None, tools=[], n=None)
+    said = server.ask(
+        CHAT, model="tiny", messages=parts, max_tokens=8, seed=3, stop=None, temperature=None, tools=[], n=None
+    )
     assert said["choices"][0]["message"]["content"] == answer(engine).text
 
 
@@ -125,6 +127,7 @@ def test_content_may_be_parts_that_are_texts_and_null_is_not_given(server, engin
         ),
         ({"messages": [{"role": "user", "content": "a"}] * 2049}, "messages", None),
         ({"model": 3}, "model", None),
+        ({"model": None}, "model", None),
         ({"logit_bias": {"999999": 1}}, None, None),
         ({"response_format": {"type": "xml"}}, "response_format", None),
         ({"stop": [""]}, None, None),
@@ -140,11 +143,11 @@ def test_what_is_wrong_is_refused_by_name(server, change, param, code):
 
 def test_a_prompt_is_never_cut(server, engine):
     long = [{"role": "user", "content": "hello there " * 400}]
-    reply = server.post(CHAT, {"messages": long})
+    reply = server.post(CHAT, {"model": "tiny", "messages": long})
     error = reply.json["error"]
     assert reply.status == 400 and error["code"] == "context_length_exceeded"
     assert error["n_prompt_tokens"] > error["n_ctx"] == engine.n_ctx
-    assert server.post(CHAT, {"messages": long, "stream": True}).status == 400
+    assert server.post(CHAT, {"model": "tiny", "messages": long, "stream": True}).status == 400
 
 
 def test_a_model_is_found_by_its_names_alone(server):
@@ -194,11 +197,11 @@ def test_a_constraint_that_cannot_be_read_is_refused_and_the_server_goes_on(endi
 
 def test_a_prompt_is_completed_as_by_the_engine(server, engine):
     expected = engine.generate("hello", max_tokens=8, seed=3)
-    said = server.ask(TEXT, prompt="hello", max_tokens=8, seed=3)
+    said = server.ask(TEXT, model="tiny", prompt="hello", max_tokens=8, seed=3)
     assert said["object"] == "text_completion" and said["choices"][0]["text"] == expected.text
-    tokens = server.ask(TEXT, prompt=engine.tokenize("hello"), max_tokens=8, seed=3)
+    tokens = server.ask(TEXT, model="tiny", prompt=engine.tokenize("hello"), max_tokens=8, seed=3)
     assert tokens["choices"][0]["text"] == expected.text
-    chunks = server.post(TEXT, {"prompt": "hello", "max_tokens": 8, "seed": 3, "stream": True}).events
+    chunks = server.post(TEXT, {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "stream": True}).events
     assert chunks[-1] == "[DONE]"
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == expected.text
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1] if chunk["choices"][0]["finish_reason"]] == [
@@ -207,7 +210,7 @@ def test_a_prompt_is_completed_as_by_the_engine(server, engine):
 
 
 def test_several_prompts_and_samples_have_an_index_each(server, engine):
-    said = server.ask(TEXT, prompt=["hello", "there"], n=2, max_tokens=4, seed=3)
+    said = server.ask(TEXT, model="tiny", prompt=["hello", "there"], n=2, max_tokens=4, seed=3)
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
     expected = [
         engine.generate(prompt, max_tokens=4, seed=seed).text for prompt in ("hello", "there") for seed in (3, 4)
@@ -218,7 +221,9 @@ def test_several_prompts_and_samples_have_an_index_each(server, engine):
 def test_echo_with_log_probabilities_scores_the_prompt(server, engine):
     tokens = engine.tokenize("hello there is one more")
     (score,) = engine.score(tokens[:1], [tokens[1:]])
-    reply = server.ask(TEXT, prompt=[tokens, tokens[:1]], max_tokens=1, temperature=0, logprobs=1, echo=True)
+    reply = server.ask(
+        TEXT, model="tiny", prompt=[tokens, tokens[:1]], max_tokens=1, temperature=0, logprobs=1, echo=True
+    )
     choice, short = reply["choices"]
     found = choice["logprobs"]
     assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
@@ -234,7 +239,7 @@ def test_echo_with_log_probabilities_scores_the_prompt(server, engine):
         text[at : at + len(token)] for at, token in zip(found["text_offset"], found["tokens"], strict=True)
     ] == found["tokens"]
     assert len(short["logprobs"]["tokens"]) == 2
-    nothing = server.ask(TEXT, prompt=tokens, max_tokens=0, logprobs=1, echo=True)["choices"][0]
+    nothing = server.ask(TEXT, model="tiny", prompt=tokens, max_tokens=0, logprobs=1, echo=True)["choices"][0]
     assert len(nothing["logprobs"]["tokens"]) == len(tokens)
 
 
@@ -250,7 +255,7 @@ def test_echo_with_log_probabilities_scores_the_prompt(server, engine):
     ],
 )
 def test_a_completion_that_cannot_be_had_is_refused(server, change):
-    assert server.post(TEXT, {"prompt": "hello", "max_tokens": 2} | change).status == 400
+    assert server.post(TEXT, {"model": "tiny", "prompt": "hello", "max_tokens": 2} | change).status == 400
 
 
 # ---- Models and the rest ---------------------------------------------------------------------------------------------

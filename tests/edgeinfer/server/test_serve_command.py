@@ -51,7 +51,7 @@ def request(port, method, path, body=None, **headers):
     return reply.status, json.loads(reply.read())
 
 
-CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -48,7 +48,14 @@ def rendered(server, monkeypatch):
 
 
 def test_a_required_call_comes_whole_and_in_parts(server):
-    asked = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 2}
+    asked = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "seed": 2,
+    }
     (choice,) = server.ask("/v1/chat/completions", **asked)["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
@@ -70,7 +77,14 @@ def test_a_required_call_comes_whole_and_in_parts(server):
 
 
 def test_a_call_that_is_cut_is_no_call(server):
-    asked = {"messages": QUESTION, "tools": [TOOL], "tool_choice": "required", "max_tokens": 5, "seed": 2}
+    asked = {
+        "model": "tiny",
+        "messages": QUESTION,
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 5,
+        "seed": 2,
+    }
     (choice,) = server.ask("/v1/chat/completions", **asked)["choices"]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
 
@@ -79,7 +93,7 @@ def test_a_named_tool_is_the_one_that_is_called(server):
     other = {"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}
     named = {"type": "function", "function": {"name": "look"}}
     for seed in range(4):
-        asked = {"messages": QUESTION, "tools": [other, TOOL], "tool_choice": named, "seed": seed}
+        asked = {"model": "tiny", "messages": QUESTION, "tools": [other, TOOL], "tool_choice": named, "seed": seed}
         (choice,) = server.ask("/v1/chat/completions", **asked)["choices"]
         assert {call["function"]["name"] for call in choice["message"]["tool_calls"]} == {"look"}
 
@@ -119,7 +133,13 @@ def test_anthropic_has_a_block_for_each_call(server):
     body = server.post("/v1/messages", asked | {"stream": True}).body.decode()
     found = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: ")]
     start = next(each for each in found if each["type"] == "content_block_start")
-    assert start["content_block"] == {"type": "tool_use", "id": block["id"], "name": "look", "input": {}}
+    assert start["content_block"] == {
+        "type": "tool_use",
+        "id": block["id"],
+        "name": "look",
+        "input": {},
+        "caller": {"type": "direct"},
+    }
     deltas = [each["delta"] for each in found if each["type"] == "content_block_delta"]
     assert json.loads("".join(delta["partial_json"] for delta in deltas)) == block["input"]
     n = server.ask("/v1/messages/count_tokens", **asked)["input_tokens"]
@@ -131,7 +151,7 @@ def test_all_dialects_render_calls_and_results_alike(server, monkeypatch):
     call = {"id": "abc", "type": "function", "function": {"name": "look", "arguments": '{"at": "sea"}'}}
     result = {"role": "tool", "tool_call_id": "abc", "content": "waves"}
     history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    server.ask("/v1/chat/completions", messages=history, tools=[TOOL], max_tokens=1)
+    server.ask("/v1/chat/completions", model="tiny", messages=history, tools=[TOOL], max_tokens=1)
     theirs = {"id": "abc", "function": {"name": "look", "arguments": {"at": "sea"}}}
     history = [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [theirs]}, result]
     server.ask("/api/chat", model="tiny", messages=history, tools=[TOOL], options={"num_predict": 1}, stream=False)
@@ -152,7 +172,7 @@ def test_a_history_that_no_parser_takes_is_no_failure(server):
     call = {"id": "abc", "type": "function", "function": {"name": "look", "arguments": '{"at": '}}
     result = {"role": "tool", "tool_call_id": "abc", "content": "waves"}
     history = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    assert server.post("/v1/chat/completions", {"messages": history, "max_tokens": 1}).status == 200
+    assert server.post("/v1/chat/completions", {"model": "tiny", "messages": history, "max_tokens": 1}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -170,5 +190,5 @@ def test_a_history_that_no_parser_takes_is_no_failure(server):
     ids=lambda value: json.dumps(value)[:40],
 )
 def test_tools_have_limits(server, change, status):
-    reply = server.post("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 1} | change)
+    reply = server.post("/v1/chat/completions", {"model": "tiny", "messages": QUESTION, "max_tokens": 1} | change)
     assert reply.status == status, reply.body

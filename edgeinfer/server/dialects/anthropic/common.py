@@ -28,6 +28,11 @@ def error_of(exchange: Exchange, problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": problem.message}, "request_id": exchange.id}
 
 
+def end_of(reason: str | None, met: str | None) -> dict[str, Any]:
+    """What says why a message ended; None while it goes on.  met: the stop sequence."""
+    return {"stop_reason": reason, "stop_sequence": met, "stop_details": None}
+
+
 def met_stop(engine: Engine, completion: Completion, stops: Sequence[str]) -> str | None:
     """The stop sequence that ended a text, None where something else did."""
     if completion.finish_reason != "stop" or not stops:

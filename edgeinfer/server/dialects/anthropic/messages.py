@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.common.errors import ContextOverflow
@@ -47,6 +47,9 @@ def _n_tokens(served: Served, asked: Asked, server: Server) -> int:
         return error.n_tokens - 1  # it counts the first token of an answer
 
 
+_BESIDE: Mapping[str, dict[str, Any]] = {"thinking": {"signature": ""}, "text": {"citations": None}}  # of blocks
+
+
 class MessageForm(Form):
     """Events of a message, or a message."""
 
@@ -61,6 +64,7 @@ class MessageForm(Form):
             "type": "message",
             "role": "assistant",
             "model": served.id,
+            "container": None,
         }
         self._n_prompt = 0
         self._blocks: list[dict[str, Any]] = []  # so far; the last one may be open
@@ -71,13 +75,7 @@ class MessageForm(Form):
     @override
     def begin(self, streams: Sequence[Stream]) -> Iterator[bytes]:
         self._n_prompt = streams[0].n_prompt
-        message: dict[str, Any] = {
-            **self._head,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": self._usage(),
-        }
+        message = {**self._head, "content": [], **common.end_of(None, None), "usage": self._usage()}
         yield common.event("message_start", message=message)
 
     @override
@@ -96,7 +94,7 @@ class MessageForm(Form):
         met = common.met_stop(self._engine, completion, [stops] if isinstance(stops, str) else stops)
         has_calls = any(block["type"] == "tool_use" for block in self._blocks)
         self._n_made = completion.usage.completion_tokens
-        self._end = {"stop_reason": common.stop_reason(completion, has_calls, met), "stop_sequence": met}
+        self._end = common.end_of(common.stop_reason(completion, has_calls, met), met)
         yield from self._close()
 
     @override
@@ -112,20 +110,24 @@ class MessageForm(Form):
     def whole(self) -> Any:
         return {**self._head, "content": self._blocks, **self._end, "usage": self._usage()}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Numbers of tokens. What the cache had of the prompt is counted as read, as that is no matter of a price."""
+        none = dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use"))
         zero = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        return {"input_tokens": self._n_prompt, "output_tokens": self._n_made, **zero}
+        made = {"input_tokens": self._n_prompt, "output_tokens": self._n_made}
+        return {**made, **zero, **none, "service_tier": "standard"}
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
         """Text or reasoning."""
         if not self._is_open or self._blocks[-1]["type"] != kind:
-            yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+            yield from self._open({"type": kind, kind: "", **_BESIDE[kind]})
         self._blocks[-1][kind] += text
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _add_call(self, call: ToolCall) -> Iterator[bytes]:
-        yield from self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        yield from self._open(
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": {}, "caller": {"type": "direct"}}
+        )
         yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments, ensure_ascii=False)})
         self._blocks[-1]["input"] = call.arguments
         yield from self._close()

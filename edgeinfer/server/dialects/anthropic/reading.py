@@ -52,7 +52,7 @@ def shows_reasoning(body: Mapping[str, Any]) -> bool:
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise Problem(400, f"thinking must be enabled, adaptive or disabled: found {shown(thinking)}", param="thinking")
-    return kind != "disabled"
+    return bool(kind != "disabled")
 
 
 def _name(model: object) -> str:

@@ -74,7 +74,7 @@ def _running(server: Server, served: Served) -> dict[str, Any]:
 def _shown(served: Served, about: About) -> dict[str, Any]:
     engine, can = served.engine, abilities(served.engine)
     spec, architecture = engine.session.spec, about.architecture
-    capabilities = ["completion", *(["tools"] if can.tools else []), *(["thinking"] if can.reasons else [])]
+    capabilities = ["completion", *(["tools"] if can.chats else []), *(["thinking"] if can.reasons else [])]
     return {
         "modelfile": f"FROM {served.id}\n",
         "parameters": "",

@@ -21,6 +21,7 @@ from edgeinfer.stream import Stream
 async def chat(server: Server, exchange: Exchange) -> None:
     """Answer a chat."""
     asked, wants_usage = read_chat(await exchange.json(), server.limits)
+    common.check_model(server, asked)
     await answer(server, exchange, asked, lambda served, asked: ChatForm(served, asked, wants_usage), common.error_of)
 
 
@@ -87,7 +88,7 @@ class ChatForm(Form):
         completion = self._completions[number]
         calls, text = common.split_calls(completion.tool_calls, self._asked)
         said = completion.text + text
-        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None, "annotations": []}
         if completion.reasoning:
             message["reasoning_content"] = completion.reasoning
         if calls:

@@ -17,6 +17,7 @@ from edgeinfer.server.asked import Asked
 from edgeinfer.server.exchange import Exchange, encoded
 from edgeinfer.server.problem import Problem
 from edgeinfer.server.served import Served
+from edgeinfer.server.server import Server
 
 EVENTS = "text/event-stream; charset=utf-8"
 PING = b": ping\n\n"
@@ -47,6 +48,12 @@ def error_of(exchange: Exchange, problem: Problem) -> dict[str, Any]:
             **problem.more,
         }
     }
+
+
+def check_model(server: Server, asked: Asked) -> None:
+    """Raises Problem where a request names no model, unless the server answers to any name."""
+    if asked.model is None and not server.models.any_name:
+        raise Problem(400, "the request has no model: name one of /v1/models", param="model")
 
 
 def head(kind: str, prefix: str, served: Served) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from edgeinfer.stream import Stream
 async def complete(server: Server, exchange: Exchange) -> None:
     """Complete prompts."""
     asked, wants_usage, echo = read_completion(await exchange.json(), server.limits)
+    common.check_model(server, asked)
     await answer(
         server, exchange, asked, lambda served, asked: TextForm(served, asked, wants_usage, echo), common.error_of
     )
