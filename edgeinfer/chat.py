@@ -234,7 +234,8 @@ class Conversation(OfOneProcess):
         if len(prompt) >= self.engine.n_ctx:
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages, use))
-        reader = FormatReader(self._tools.format, use.tools) if use.tools else None
+        takes_bare = not ({"schema", "json"} & others.keys())  # else an answer may begin as a call does
+        reader = FormatReader(self._tools.format, use.tools, takes_bare) if use.may_call else None
         output = self._format.parser(opened, reader)
         if use.tools:
             others = asked_for(self.engine, self._tools.format, use, bool(opened), others)
