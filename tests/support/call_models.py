@@ -11,6 +11,15 @@ from tiny_models import write_tiny_model
 from edgeinfer.models import call_formats
 from edgeinfer.models.call_formats import CallFormat
 
+# Hermes, Qwen 2.5: tools in the system message, calls between tags, results in a message of their own.
+TOOL_TEMPLATE = """{%- for t in tools or [] -%}{{ 'TOOL ' + (t | tojson) + '\\n' }}{%- endfor -%}
+{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] -%}
+    {{ '<tool_call>' }}{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+    {{- '</tool_call>' + call.id }}
+{%- endfor -%}
+{%- if m.role == 'tool' -%}{{ '|' + m.name + '|' + m.tool_call_id }}{%- endif -%}
+{{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 FORMATS = {
     each.name: each
     for each in vars(call_formats).values()

@@ -63,7 +63,8 @@ def engines(native, request, tmp_path_factory):
 
 def answered(engine, **options):
     """(the completion, the pieces)."""
-    answer = engine.chat().send("q", tools=TOOLS, max_tokens=200, **options)
+    limit = 400 if options["tool_choice"] == "say" else 120
+    answer = engine.chat().send("q", tools=TOOLS, max_tokens=limit, **options)
     pieces = list(answer)
     completion = answer.completion
     assert "".join(piece.text for piece in pieces) == completion.text
