@@ -14,11 +14,12 @@ import os
 import stat
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from edgeinfer.asynchronous import pieces_of
-from edgeinfer.common.arguments import check_file_name, check_text
+from edgeinfer.common.arguments import check_callback, check_file_name, check_integer, check_text
 from edgeinfer.common.errors import ContextOverflow, InvalidArgument, TemplateError, warn
 from edgeinfer.common.files import check_no_model, write_whole
 from edgeinfer.common.one_process import OfOneProcess
@@ -38,12 +39,18 @@ from edgeinfer.models.provenance import joined
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.stream import RequestOptions, Stream
 from edgeinfer.tools.asking import asked_for
-from edgeinfer.tools.options import NO_TOOLS, ToolOptions, ToolUse, split_tool_options, tool_use_of
+from edgeinfer.tools.options import NO_TOOLS, CallOptions, Given, ToolOptions, ToolUse, split_tool_options, tool_use_of
 from edgeinfer.tools.reading import FormatReader, spelled
+from edgeinfer.tools.running import Round, check_runnable, run_calls
+from edgeinfer.tools.selection import selected, selection_of
 from edgeinfer.tools.template import CallForm, TemplateTools
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
+
+
+class RunOptions(RequestOptions, CallOptions, total=False):
+    """Keyword arguments of answers with tools: those of Engine.stream, and how tools are called."""
 
 
 class ChatOptions(RequestOptions, ToolOptions, total=False):
@@ -104,6 +111,44 @@ class Conversation(OfOneProcess):
         if not calls:
             raise InvalidArgument("the last answer has no calls of tools: there is nothing to give results of")
         return self._answer([*self.messages, *result_messages(calls, results)], options)
+
+    def run(
+        self,
+        text: str,
+        tools: Sequence[Given],
+        *,
+        max_rounds: int = 8,
+        on_round: Callable[[Round], None] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> Completion:
+        """The answer to a message, for which the model may call tools, which run here: calls, results, and so on.
+
+        tools: Python functions; those that only describe themselves cannot run. Calls of one answer run side by side,
+        each in a thread, unless parallel_tool_calls is False. The exception of a tool becomes its result, in words, and
+        so do a call to a tool that there is not and arguments that do not fit.  max_rounds: most answers with calls;
+        after so many the model has to answer without.  on_round: called with the calls of an answer and their results.
+        tool_choice: of the first answer; then the model is free.  Otherwise as `send`; all messages are kept.
+        """
+        check_integer("max_rounds", max_rounds, 1)
+        check_callback("on_round", on_round)
+        own = tool_use_of({"tools": tools}).tools
+        check_runnable(own)
+        answer = self.send(text, **cast(ChatOptions, {**options, "tools": own}))
+        for number in range(1, max_rounds + 1):
+            for _ in answer:
+                pass
+            calls = answer.completion.tool_calls
+            if not calls or answer.completion.finish_reason == "interrupted":
+                break
+            results = run_calls(calls, own, options.get("parallel_tool_calls") is not False)
+            if on_round is not None:
+                on_round(Round(calls, results))
+            choice = "auto" if number < max_rounds else "none"
+            given = {**options, "tools": own, "tool_choice": choice}
+            answer = self.send_results([each.result for each in results], **cast(ChatOptions, given))
+        for _ in answer:
+            pass
+        return answer.completion
 
     async def asend(self, text: str, **options: Unpack[ChatOptions]) -> Completion:
         """The whole answer, for asyncio; as `send`. Where the task is cancelled, what was said so far is kept."""
@@ -225,7 +270,7 @@ class Conversation(OfOneProcess):
     def _asked(self, messages: list[Message], options: ChatOptions) -> tuple[Stream, OutputParser]:
         """The answer to the last of the messages, and what splits it."""
         tool_options, others = split_tool_options(options)
-        use = tool_use_of(tool_options)
+        use = self._selected(messages, tool_use_of(tool_options), tool_options.get("tool_selection"))
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
         if n_least >= self.engine.n_ctx:
@@ -234,11 +279,21 @@ class Conversation(OfOneProcess):
         if len(prompt) >= self.engine.n_ctx:
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
         opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages, use))
-        reader = FormatReader(self._tools.format, use.tools) if use.tools else None
+        takes_bare = not ({"schema", "json"} & others.keys())  # else an answer may begin as a call does
+        reader = FormatReader(self._tools.format, use.tools, takes_bare) if use.may_call else None
         output = self._format.parser(opened, reader)
         if use.tools:
             others = asked_for(self.engine, self._tools.format, use, bool(opened), others)
         return self.engine.stream(prompt, output=output, **cast(RequestOptions, others)), output
+
+    def _selected(self, messages: list[Message], use: ToolUse, given: object) -> ToolUse:
+        """The tools that are given to the model; results are of calls for the last question."""
+        selection = selection_of(given)
+        if selection is None or len(use.tools) <= selection.most:
+            return use
+        question = next((each["content"] for each in reversed(messages) if each["role"] == "user"), "")
+        called = {call["name"] for each in messages for call in each.get("tool_calls", ())}
+        return replace(use, tools=selected(question, use.tools, selection, {use.named, *called}))
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
         """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""

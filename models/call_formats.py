@@ -23,7 +23,7 @@ class CallFormat:
     """A format of calls. Marks are written by their names, whether the vocabulary has them as tokens or not."""
 
     name: str
-    opening: str  # what begins calls for who reads; "": a call is all of an answer, from its first character on
+    opening: str  # what begins calls for who reads; "": there are no calls but bare ones
     closing: str  # what ends them, "": the next opening or the end
     head: str
     middle: str
@@ -35,6 +35,7 @@ class CallFormat:
     parameter: tuple[str, str, str] = ("", "", "")  # before the name, between name and value, after the value
     quote: str = ""
     is_single: bool = False  # an answer has one call
+    bare: str = ""  # what the arguments are called in a call that is all of an answer, "" where none may be
     has_channels: bool = False  # the call is a message of a channel, as gpt-oss writes it
 
 
@@ -56,10 +57,10 @@ def _tagged(name: str, opening: str, closing: str, middle: str, parameter: tuple
 
 HERMES = CallFormat(
     "hermes", "<tool_call>", "</tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>",
-    separator="\n",
+    separator="\n", bare="arguments",
 )  # fmt: skip
 GENERIC = replace(HERMES, name="generic")
-LLAMA = CallFormat("llama", "", "", '{"name": "', '", "parameters": ', "}", is_single=True)
+LLAMA = CallFormat("llama", "", "", '{"name": "', '", "parameters": ', "}", is_single=True, bare="parameters")
 HARMONY = CallFormat(
     "harmony", "<|channel|>", "<|call|>", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>",
     "<|call|>", is_single=True, has_channels=True,

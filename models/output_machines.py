@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat
 
 _LINE_ENDS = "\r\n"
-_BARE_CALL = '{"name"'  # how a call begins that is all of an answer, without its white space
+_BARE_CALLS = ('{"name"', '```json{"name"')  # how a call begins that is all of an answer, without white space
+_BARE_LENGTH = 64  # characters within which it begins so
 _CUT = "a call of a tool was not complete when the answer ended: it is in the text"
 _UNREADABLE = "a call of a tool cannot be read: it is in the text"
 _MAX_HEADER = 256  # characters before <|message|>; what is longer is no header
@@ -124,7 +125,7 @@ class TagsMachine(OutputMachine):
         self._tools = dict(format.tools)
         if reader is not None and reader.opening:
             self._tools[format.coded_text(reader.opening)] = format.coded_text(reader.closing)
-        self._may_be_call = reader is not None and not reader.opening
+        self._may_be_call = reader is not None and reader.takes_bare
         self._closing = ""  # of the part that is open
         self._answer_closing = ""
         self._tool_opening = ""
@@ -230,7 +231,7 @@ class TagsMachine(OutputMachine):
             return False
         length = len(self._rest) if end < 0 else end + len(self._closing)
         text = plain(self._format.text(self._rest[start : end if end >= 0 else length]))
-        calls = read_calls(text) if self._reader is None else self._reader.read(text)
+        calls = self._calls_of(text, is_cut=end < 0 and bool(self._closing))
         if not calls and self._reader is None and any(map(self._format.is_special, self._tool_opening)):
             calls = [ToolCall(text)]
         self.tool_calls += calls
@@ -241,12 +242,18 @@ class TagsMachine(OutputMachine):
         self._step = self._answer
         return True
 
+    def _calls_of(self, text: str, is_cut: bool) -> list[ToolCall]:
+        """The calls of what stands between tags; is_cut: the tag that ends it is missing."""
+        if self._reader is None:
+            return read_calls(text)
+        return [] if is_cut else self._reader.read(text)
+
     def _decide_on_call(self) -> bool:
         """Whether the answer, which may be nothing but a call, has become one or surely is none."""
-        begun = "".join(self._rest.split())[: len(_BARE_CALL)]
-        if _BARE_CALL.startswith(begun) and (begun == _BARE_CALL or not self._is_last):
-            is_ended = self._rest.rstrip().endswith("}")
-            calls = self._reader.read(plain(self._format.text(self._rest))) if is_ended and self._reader else []
+        begun = "".join(self._rest[:_BARE_LENGTH].split())
+        is_begun = begun.startswith(_BARE_CALLS)
+        if is_begun or (not self._is_last and any(call.startswith(begun) for call in _BARE_CALLS)):
+            calls = self._bare_calls() if is_begun else []
             if not calls and not self._is_last:
                 return False
             if calls:
@@ -254,9 +261,17 @@ class TagsMachine(OutputMachine):
                 self._take("tool call", len(self._rest))
                 self._skips_line_ends = True
             else:
-                self.call_error = _UNREADABLE if is_ended else _CUT
+                self.call_error = _CUT
         self._may_be_call = False
         return True
+
+    def _bare_calls(self) -> list[ToolCall]:
+        """The call that the answer is, in its only element; none where it has not ended or is none."""
+        text = self._rest.strip()
+        is_fenced = text.startswith("`")
+        if not text.endswith("```" if is_fenced else "}") or self._reader is None:
+            return []
+        return self._reader.read(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
 
 
 class ChannelsMachine(OutputMachine):

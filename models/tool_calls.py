@@ -50,12 +50,17 @@ class CallReader(Protocol):
 
     @property
     def opening(self) -> str:
-        """What begins calls, by its name; "": they are all of an answer."""
+        """What begins calls, by its name; "" where there are no calls but bare ones."""
         ...
 
     @property
     def closing(self) -> str:
         """What ends calls, by its name; "": the next opening, or the end."""
+        ...
+
+    @property
+    def takes_bare(self) -> bool:
+        """Whether an answer that is a JSON object with a name first, alone or as a block of code, is a call."""
         ...
 
     def read(self, text: str) -> list[ToolCall]:

@@ -18,7 +18,7 @@ from edgeinfer.tools.schemas import resolved
 
 MAX_CALLS = 32  # of an answer: small models repeat themselves
 _MOST_NESTED = 6  # of objects and lists in spellings other than JSON; deeper ones are any value
-_ANY_TEXT = r"/(?s:.*)/"
+_SPACE, _MOST_SPACE = r"[ \n\r\t]", 16  # between the tokens of a bare call
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class _Writer:
         last = next((mark for mark, id in self._marks.ids.items() if id in self._marks.end_ids and text == mark), None)
         return '""' if last is not None else self.text(text)
 
-    def until(self, end: str) -> str:
-        """Any text, and the first end of it."""
+    def until(self, end: str, length: str = "*") -> str:
+        """Any text, and the first end of it.  length: of the text, as a regular expression has it."""
         first = next(filter(None, self._split.split(end)))
         if first in self._marks.ids:
-            return f"{self.any_text()}? {self.text(end)}"
-        found = self.rule(_ANY_TEXT, f"[suffix={_quoted(first)}]")
+            return f"{self.terminal(f'/(?s:.{length})/')} {self.text(end)}"
+        found = self.rule(f"/(?s:.{length})/", f"[suffix={_quoted(first)}]")
         rest = end[len(first) :]
         return f"{found} {self.text(rest)}" if rest else found
 
@@ -132,7 +132,7 @@ class _Calls:
     @property
     def most(self) -> int:
         """Most calls of an answer."""
-        return 1 if self.format.is_single or not self.use.is_parallel else MAX_CALLS
+        return 1 if self.format.is_single or not self.use.is_parallel or self.use.named else MAX_CALLS
 
     def all(self, begun: str = "") -> str:
         """One call or several.  begun: what of it has been written."""
@@ -149,6 +149,21 @@ class _Calls:
             separator = writer.text(format.separator) if format.separator else ""
             parts.append(f"({separator} {head} {named}){{0,{self.most - 1}}}")
         return " ".join(filter(None, [*parts, writer.text(format.end) if format.end else ""]))
+
+    def bare(self) -> str:
+        """A call that is all of an answer, a JSON object or a block of code with one."""
+        writer, space = self.writer, self.writer.terminal(f"/{_SPACE}{{0,{_MOST_SPACE}}}/")
+        cases = [
+            f"{_quoted(json.dumps(tool.name))} {space} {_quoted(',')} {space} {_quoted(json.dumps(self.format.bare))} "
+            f"{space} {_quoted(':')} {space} {self.arguments(tool)} {space} {_quoted('}')}"
+            for tool in self.use.callable_tools
+        ]
+        # Up to the name one terminal: any text, which goes on beside it, is refused from there on.
+        begun = rf"\{{{_SPACE}{{0,{_MOST_SPACE}}}\"name\""
+        rest = writer.rule(f"{space} {_quoted(':')} {space} ({' | '.join(cases)})")
+        fence = f"```json{_SPACE}{{0,{_MOST_SPACE}}}"
+        alone, fenced = writer.terminal(f"/{_SPACE}*{begun}/"), writer.terminal(f"/{_SPACE}*{fence}{begun}/")
+        return f"{alone} {rest} | {fenced} {rest} {space} {_quoted('```')}"
 
     def named(self) -> str:
         """A call from its name on."""
@@ -180,14 +195,20 @@ def _plain(calls: _Calls, schema: str | None) -> str:
     if schema is not None:
         answer = writer.json(json.loads(schema), False)
         return f"{answer} | {calls.all()}" if use.may_call else answer
-    if not format.opening:
-        text = writer.terminal(r'/(?s:.*)/ & ~/[ \n\r\t]*\{[ \n\r\t]*"name"(?s:.*)/')
-        return f"{text} | {calls.all()}" if use.may_call else text
-    if writer.is_token(format.opening):
-        return f"{writer.any_text()}? ({calls.all()})?" if use.may_call else f"{writer.any_text()}?"
-    mark = re.escape(format.opening).replace("/", r"\/")
-    text = writer.terminal(f"/(?s:.*)/ & ~/(?s:.*{mark}.*)/")
-    return f"{text} | {writer.until(format.opening)} {calls.all(format.opening)}" if use.may_call else text
+    unlike = f' & ~/{_SPACE}*(```json{_SPACE}*)?\\{{{_SPACE}*"name"(?s:.*)/' if format.bare and use.may_call else ""
+    is_token = writer.is_token(format.opening)
+    if format.opening and not is_token:
+        mark = re.escape(format.opening).replace("/", r"\/")
+        unlike += f" & ~/(?s:.*{mark}.*)/"
+    text = writer.terminal(f"/(?s:.*)/{unlike}")
+    if not use.may_call:
+        return text
+    whole = [text]
+    if is_token:
+        whole = [f"{text} ({calls.all()})?"]
+    elif format.opening:
+        whole.append(f"{writer.until(format.opening)} {calls.all(format.opening)}")
+    return " | ".join([*whole, calls.bare()] if format.bare else whole)
 
 
 def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:
@@ -244,7 +265,7 @@ class _Tagged:
         kinds = schema.get("type")
         if kinds is None or kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
             if not any(key in schema for key in ("anyOf", "oneOf", "allOf")):
-                return self._writer.until(closing)
+                return self._writer.until(closing, _length_of(schema))
         value = self._writer.json(_alone(schema, self._schema), self._is_lenient)
         return f"{value} {self._writer.text(closing)}"
 
@@ -258,8 +279,8 @@ class _Values:
     def __init__(self, writer: _Writer, root: Mapping[str, Any], is_lenient: bool, quote: str) -> None:
         self._writer, self._root, self._is_lenient, self._quote = writer, root, is_lenient, quote
 
-    def text_value(self) -> str:
-        """Any text."""
+    def text_value(self, length: str) -> str:
+        """Any text of that length, as a regular expression has it."""
         raise NotImplementedError
 
     def quoted(self, text: str) -> str:
@@ -308,7 +329,7 @@ class _Values:
     def _of_kind(self, kind: str, schema: Mapping[str, Any], depth: int) -> str:
         true, false, null = map(_quoted, self.words)
         if kind == "string":
-            return self.text_value()
+            return self.text_value(_length_of(schema))
         if kind == "boolean":
             return f"{true} | {false}"
         if kind == "null":
@@ -340,8 +361,8 @@ class _PythonValues(_Values):
     words = ("True", "False", "None")
     pair_separator = ", "
 
-    def text_value(self) -> str:
-        return self._writer.terminal(r'/"([^"\\\n\r]|\\["\\nt])*"/')
+    def text_value(self, length: str) -> str:
+        return self._writer.terminal(rf'/"([^"\\\n\r]|\\["\\nt]){length}"/')
 
     def quoted(self, text: str) -> str:
         return _quoted(json.dumps(text, ensure_ascii=False))
@@ -357,8 +378,8 @@ class _QuotedValues(_Values):
     words = ("true", "false", "null")
     pair_separator = ","
 
-    def text_value(self) -> str:
-        return f"{self._writer.text(self._quote)} {self._writer.until(self._quote)}"
+    def text_value(self, length: str) -> str:
+        return f"{self._writer.text(self._quote)} {self._writer.until(self._quote, length)}"
 
     def quoted(self, text: str) -> str:
         return self._writer.text(f"{self._quote}{text}{self._quote}")
@@ -373,6 +394,12 @@ class _QuotedValues(_Values):
 def _quoted(text: str) -> str:
     """A text as Lark writes it."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def _length_of(schema: Mapping[str, Any]) -> str:
+    """The length of a text by its schema, as a regular expression has it."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"{{{least},{most}}}" if least or most != "" else "*"
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:

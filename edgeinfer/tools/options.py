@@ -17,24 +17,7 @@ from edgeinfer.tools.functions import declaration_of
 MAX_TOOLS = 1024
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")  # no mark or bracket that a format has
 
-Given: TypeAlias = Callable[..., Any] | Mapping[str, Any]
-"""A tool as a caller gives it: a function, or OpenAI's {"type": "function", "function": {...}}."""
 Choice: TypeAlias = Literal["auto", "none", "required"]
-
-
-class ToolOptions(TypedDict, total=False):
-    """Tools of an answer, as keyword arguments.
-
-    tools: Python functions, whose signature, type hints and docstring are read, or OpenAI's
-    {"type": "function", "function": {"name", "description", "parameters"}}.  tool_choice: "auto" (the default) leaves
-    it to the model whether it calls, "none" lets it only answer, "required" only call; a name, or OpenAI's
-    {"type": "function", "function": {"name"}}, lets it call that one.  parallel_tool_calls: whether several calls may
-    come in one answer, which is the default.
-    """
-
-    tools: Sequence[Given] | None
-    tool_choice: str | Mapping[str, Any] | None
-    parallel_tool_calls: bool
 
 
 @dataclass(frozen=True)
@@ -56,6 +39,35 @@ class Tool:
     def text(self) -> str:
         """The declaration as JSON."""
         return json.dumps(self.declaration, ensure_ascii=False)
+
+
+Given: TypeAlias = Callable[..., Any] | Mapping[str, Any] | Tool
+"""A tool as a caller gives it: a function, OpenAI's {"type": "function", "function": {...}}, or a Tool."""
+
+
+class CallOptions(TypedDict, total=False):
+    """How tools are called, as keyword arguments.
+
+    tool_choice: "auto" (the default) leaves it to the model whether it calls, "none" lets it only answer, "required"
+    only call; a name, or OpenAI's {"type": "function", "function": {"name"}}, lets it call that one, once.
+    parallel_tool_calls: whether several calls may come in one answer, which is the default.  tool_selection: how many of
+    many tools are given to the model, those that fit the message: True (the default) for 12, False for all, a number, a
+    function that makes vectors of texts, or an edgeinfer.tools.selection.ToolSelection.
+    """
+
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    tool_selection: Any
+
+
+class ToolOptions(CallOptions, total=False):
+    """Tools of an answer, as keyword arguments.
+
+    tools: Python functions, whose signature, type hints and docstring are read, or OpenAI's
+    {"type": "function", "function": {"name", "description", "parameters"}}.
+    """
+
+    tools: Sequence[Given] | None
 
 
 @dataclass(frozen=True)

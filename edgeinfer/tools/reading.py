@@ -19,9 +19,13 @@ from edgeinfer.tools.schemas import types_of
 class FormatReader(CallReader):
     """Reads the calls of a format."""
 
-    def __init__(self, format: CallFormat, tools: Sequence[Tool] = ()) -> None:
-        """tools: whose parameters tell a text that looks like a number from one, where the format does not."""
+    def __init__(self, format: CallFormat, tools: Sequence[Tool] = (), takes_bare: bool = True) -> None:
+        """tools: whose parameters tell a text that looks like a number from one, where the format does not.
+
+        takes_bare: where the format does.
+        """
         self.format = format
+        self._takes_bare = takes_bare or not format.opening
         self._parameters = {tool.name: tool.parameters for tool in tools}
 
     @property
@@ -33,6 +37,11 @@ class FormatReader(CallReader):
     @override
     def closing(self) -> str:
         return self.format.closing
+
+    @property
+    @override
+    def takes_bare(self) -> bool:
+        return self._takes_bare and bool(self.format.bare)
 
     @override
     def read(self, text: str) -> list[ToolCall]:

@@ -4,21 +4,13 @@ import json
 import re
 
 import pytest
+from call_models import TOOL_TEMPLATE
 from scripted import Script
 from tiny_models import write_tiny_model
 
 import edgeinfer
 from edgeinfer.common.errors import InvalidArgument
 
-# Hermes, Qwen 2.5: tools in the system message, calls between tags, results in a message of their own.
-TEMPLATE = """{%- for t in tools or [] -%}{{ 'TOOL ' + (t | tojson) + '\\n' }}{%- endfor -%}
-{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
-{%- for call in m.tool_calls or [] -%}
-    {{ '<tool_call>' }}{{- {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
-    {{- '</tool_call>' + call.id }}
-{%- endfor -%}
-{%- if m.role == 'tool' -%}{{ '|' + m.name + '|' + m.tool_call_id }}{%- endif -%}
-{{ '<|im_end|>\\n' }}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
 
 
@@ -29,7 +21,7 @@ def look(at: str) -> str:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", template=TEMPLATE, n_ctx_train=2048)
+    path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", template=TOOL_TEMPLATE, n_ctx_train=2048)
     with edgeinfer.load(path, backend="reference") as engine:
         yield engine
 
