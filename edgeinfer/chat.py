@@ -267,6 +267,13 @@ class Conversation(OfOneProcess):
     def _answer(self, messages: list[Message], options: ChatOptions) -> Answer:
         return Answer(self, messages, *self._asked(messages, options))
 
+    def prompt(self, **options: Unpack[ToolOptions]) -> list[int]:
+        """Tokens of the prompt for an answer to the messages as they are, also of one that does not fit.
+
+        Raises TemplateError, InvalidArgument.
+        """
+        return self._encode(self.messages, add_generation_prompt=True, use=tool_use_of(options))
+
     def _asked(self, messages: list[Message], options: ChatOptions) -> tuple[Stream, OutputParser]:
         """The answer to the last of the messages, and what splits it."""
         tool_options, others = split_tool_options(options)

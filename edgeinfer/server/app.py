@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 from edgeinfer.server.dialects.anthropic import common as anthropic_common
 from edgeinfer.server.dialects.anthropic import messages
+from edgeinfer.server.dialects.llama_cpp import completion as llama_completion
+from edgeinfer.server.dialects.llama_cpp import tokens as llama_tokens
 from edgeinfer.server.dialects.ollama import answers as ollama_answers
 from edgeinfer.server.dialects.ollama import common as ollama_common
 from edgeinfer.server.dialects.ollama import models as ollama_models
@@ -34,6 +36,15 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/v1/embeddings": {"POST": models.embeddings},
     "/v1/messages": {"POST": messages.answer_messages},
     "/v1/messages/count_tokens": {"POST": messages.count_tokens},
+    **{path: {"POST": llama_completion.complete} for path in ("/completion", "/completions")},
+    "/infill": {"POST": llama_completion.infill},
+    "/tokenize": {"POST": llama_tokens.tokenize},
+    "/detokenize": {"POST": llama_tokens.detokenize},
+    "/apply-template": {"POST": llama_tokens.apply_template},
+    "/props": {"GET": llama_tokens.props},
+    "/slots": {"GET": llama_tokens.slots},
+    "/chat/completions": {"POST": chat.chat},
+    "/models": {"GET": models.list_models},
     "/api/version": {"GET": ollama_models.version},
     "/api/tags": {"GET": ollama_models.tags},
     "/api/ps": {"GET": ollama_models.running},
@@ -44,9 +55,11 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/api/embeddings": {"POST": ollama_models.lacking},
     "/api/delete": {"DELETE": ollama_models.lacking},
 }
+_LLAMA = ("/completion", "/infill", "/tokenize", "/detokenize", "/apply-template", "/props", "/slots")
 _ERRORS: Mapping[str, ErrorOf] = {  # by the beginning of a path; all others are OpenAI's
     "/api/": ollama_common.error_of,
     "/v1/messages": anthropic_common.error_of,
+    **dict.fromkeys(_LLAMA, llama_completion.error_of),
 }
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",

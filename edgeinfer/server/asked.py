@@ -13,6 +13,7 @@ from edgeinfer.logprobs import Score
 from edgeinfer.many import seed_of_sample
 from edgeinfer.message import Message
 from edgeinfer.sampling import SamplingOptions
+from edgeinfer.server.fill_in import fill_in_prompt
 from edgeinfer.server.limits import Limits
 from edgeinfer.stream import RequestOptions, Stream
 
@@ -36,6 +37,7 @@ class Asked:
     n: int = 1
     is_stream: bool = False
     ignored: list[str] = field(default_factory=list)
+    suffix: str = ""  # what comes after the text that is asked for
     has_scores: bool = False  # whether the tokens of prompts are scored too
     scores: list[Score] = field(default_factory=list)  # of the prompts but their first tokens, once there are streams
     prompt_tokens: list[Sequence[int]] = field(default_factory=list)
@@ -51,7 +53,7 @@ class Asked:
         if self.messages is None:
             for prompt in self.prompts:
                 # In tokens, so that samples need not be cut into them again.
-                tokens = engine.tokenize(prompt) if isinstance(prompt, str) else prompt
+                tokens = self._tokens(engine, prompt)
                 self.prompt_tokens.append(tokens)
                 if self.has_scores:
                     self.scores += engine.score(tokens[:1], [tokens[1:]]) if len(tokens) > 1 else [Score((), True)]
@@ -60,6 +62,11 @@ class Asked:
         conversation = Conversation(engine)
         conversation.messages = self.messages
         yield from _samples(lambda given: conversation.stream(**given, **self.tools), options, self.n)
+
+    def _tokens(self, engine: Engine, prompt: Prompt) -> Sequence[int]:
+        if self.suffix:
+            return fill_in_prompt(engine, prompt if isinstance(prompt, str) else engine.detokenize(prompt), self.suffix)
+        return engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
     def _seconds(self, limits: Limits) -> float:
         given = self.options.get("timeout")

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
+from urllib.parse import parse_qsl
 
 from edgeinfer.server import body
 from edgeinfer.server.limits import Limits
@@ -39,6 +40,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=16))
         self.client = (scope.get("client") or ("?",))[0]
         self.parameters: Mapping[str, str] = {}  # of the path
         self.id = f"req-{secrets.token_hex(12)}"

@@ -249,7 +249,7 @@ def test_echo_with_log_probabilities_scores_the_prompt(server, engine):
         {"prompt": 3},
         {"prompt": []},
         {"prompt": [["a"]]},
-        {"suffix": "x"},
+        {"suffix": 3},
         {"best_of": 3},
         {"logprobs": 5, "echo": True},
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from edgeinfer.common.errors import ContextOverflow
+from edgeinfer.chat import Conversation
 from edgeinfer.common.overriding import override
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.models.reasoning import ToolCall
@@ -20,6 +20,7 @@ from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
+from edgeinfer.tools.options import ToolOptions
 
 
 async def answer_messages(server: Server, exchange: Exchange) -> None:
@@ -35,16 +36,14 @@ async def count_tokens(server: Server, exchange: Exchange) -> None:
     asked = read(await exchange.json(), server.limits, counts=True)
     exchange.watch()
     async with server.models.use(asked.model) as served, server.running(exchange, 0) as run:
-        n = await run.call(lambda: _n_tokens(served, asked, server))
+        n = await run.call(lambda: _n_tokens(served, asked))
     await exchange.reply_json({"input_tokens": n})
 
 
-def _n_tokens(served: Served, asked: Asked, server: Server) -> int:
-    try:
-        (stream,) = asked.streams(served.engine, server.limits)
-        return stream.n_prompt
-    except ContextOverflow as error:
-        return error.n_tokens - 1  # it counts the first token of an answer
+def _n_tokens(served: Served, asked: Asked) -> int:
+    conversation = Conversation(served.engine)
+    conversation.messages = asked.messages or []
+    return len(conversation.prompt(**cast(ToolOptions, asked.tools)))
 
 
 _BESIDE: Mapping[str, dict[str, Any]] = {"thinking": {"signature": ""}, "text": {"citations": None}}  # of blocks

@@ -178,6 +178,7 @@ def _tools(given: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     return {
         "tools": [_tool(tool) for tool in tools],
         "tool_choice": named,
+        "tool_selection": False,
         "parallel_tool_calls": choice.get("disable_parallel_tool_use") is not True,
     }
 

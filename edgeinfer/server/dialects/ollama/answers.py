@@ -46,14 +46,17 @@ async def generate(server: Server, exchange: Exchange) -> None:
     prompt, system = body.get("prompt") or "", body.get("system") or ""
     if not isinstance(prompt, str) or not isinstance(system, str):
         raise Problem(400, "prompt and system must be texts")
-    for name in ("suffix", "images", "template", "context", "width", "height", "steps"):
+    suffix = body.get("suffix") or ""
+    if not isinstance(suffix, str):
+        raise Problem(400, "suffix must be a text", param="suffix")
+    for name in ("images", "template", "context", "width", "height", "steps"):
         if body.get(name):
             raise unsupported(name)
     if not prompt:
         await _load(server, exchange, asked, body, {"response": ""})
         return
-    if body.get("raw"):
-        asked.prompts = [prompt]
+    if body.get("raw") or suffix:
+        asked.prompts, asked.suffix = [prompt], suffix
     else:
         first: list[Message] = [{"role": "system", "content": system}] if system else []
         asked.messages = [*first, {"role": "user", "content": prompt}]

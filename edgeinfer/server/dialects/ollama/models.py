@@ -8,6 +8,7 @@ from typing import Any
 from edgeinfer.server.about import About, abilities
 from edgeinfer.server.dialects.ollama import common
 from edgeinfer.server.exchange import Exchange
+from edgeinfer.server.fill_in import marks_of
 from edgeinfer.server.problem import Problem
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
@@ -75,6 +76,7 @@ def _shown(served: Served, about: About) -> dict[str, Any]:
     engine, can = served.engine, abilities(served.engine)
     spec, architecture = engine.session.spec, about.architecture
     capabilities = ["completion", *(["tools"] if can.chats else []), *(["thinking"] if can.reasons else [])]
+    capabilities += ["insert"] if marks_of(engine) is not None else []
     return {
         "modelfile": f"FROM {served.id}\n",
         "parameters": "",

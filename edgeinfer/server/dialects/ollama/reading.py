@@ -94,7 +94,7 @@ def read_tools(given: object, limits: Limits) -> dict[str, Any]:
     if not given:
         return {}
     check_tools(given, limits)
-    return {"tools": given}
+    return {"tools": given, "tool_selection": False}
 
 
 def _message(given: object, place: str) -> Message:

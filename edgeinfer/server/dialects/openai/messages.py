@@ -39,7 +39,10 @@ def read_tools(body: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
             raise Problem(400, f"tool_choice {shown(choice)} needs tools", param="tool_choice")
         return {}
     check_tools(tools, limits)
-    found = {"tools": tools, "tool_choice": body.get("tool_choice")}
+    selection = body.get("tool_selection", False)  # all are given to the model, unless the client says otherwise
+    if type(selection) not in (bool, int):
+        raise Problem(400, f"tool_selection must be a number: found {shown(selection)}", param="tool_selection")
+    found = {"tools": tools, "tool_choice": body.get("tool_choice"), "tool_selection": selection}
     if body.get("parallel_tool_calls") is not None:
         found["parallel_tool_calls"] = body["parallel_tool_calls"]
     return found

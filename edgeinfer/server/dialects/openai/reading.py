@@ -23,7 +23,6 @@ _HARMLESS = (IGNORED | {"prompt_cache_options", "verbose", "timings_per_token"})
 }
 _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change nothing
     "best_of": (1,),
-    "suffix": ("",),
     "modalities": (["text"],),
     "function_call": ("none",),
     "functions": ([],),
@@ -105,7 +104,7 @@ class Reader:
 
 def read_chat(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool]:
     """(what is asked, whether a stream ends with the usage). Raises Problem."""
-    own = {"messages", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls"}
+    own = {"messages", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "tool_selection"}
     reader = Reader(body, limits, own)
     asked = reader.asked()
     top = reader.number("top_logprobs", 0, 0, _MOST_TOP)
@@ -119,8 +118,12 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool]:
 
 def read_completion(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool, bool]:
     """(what is asked, whether a stream ends with the usage, whether the prompt is repeated). Raises Problem."""
-    reader = Reader(body, limits, {"prompt", "logprobs", "echo"})
+    reader = Reader(body, limits, {"prompt", "logprobs", "echo", "suffix"})
     asked, echo = reader.asked(), reader.flag("echo")
+    suffix = reader.body.get("suffix", "")
+    if not isinstance(suffix, str) or (suffix and echo):
+        raise Problem(400, f"suffix must be a text, without echo: found {shown(suffix)}", param="suffix")
+    asked.suffix = suffix
     if "logprobs" in reader.body:
         with about("logprobs"):
             top = check_integer("logprobs", reader.body["logprobs"], 0, _MOST_TOP)
