@@ -45,6 +45,7 @@ class RequestOptions(ChoiceOptions, total=False):
     logprobs: int | None
     priority: int
     timeout: float | None
+    begun: SequenceOf[int]
 
 
 Submit: TypeAlias = Callable[[], Sequence]

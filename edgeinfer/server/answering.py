@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.server.asked import Asked
+from edgeinfer.server.asked import HEADER, Asked, read_going_on
 from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.problem import problem_of
 from edgeinfer.server.run import Ended, Run
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
+
+_TOKENS = "x-edgeinfer-tokens"  # "1": events are followed by comments with the ids of their tokens
 
 
 class Form(Protocol):
@@ -57,11 +59,14 @@ async def answer(
     """Answer a request whose body was read. Raises Problem and others while nothing was sent."""
     if asked.ignored:
         exchange.extra["x-edgeinfer-ignored"] = ", ".join(sorted(asked.ignored))
+    asked.go_on(read_going_on(exchange.headers.get(HEADER)))
     exchange.watch()
     async with server.models.use(asked.model) as served, server.running(exchange, asked.n_texts) as run:
         form = form_of(served, asked)
         streams = await run.prepare(lambda: list(asked.streams(served.engine, server.limits)))
-        answering = _Answering(server, exchange, form, len(streams))
+        if len(streams) == 1:
+            exchange.extra["x-edgeinfer-seed"] = str(streams[0].params.seed)
+        answering = _Answering(server, exchange, form, asked)
         if not asked.is_stream:
             list(form.begin(streams))  # which count
             async for _ in answering.parts(run):
@@ -71,7 +76,8 @@ async def answer(
             return
         await exchange.begin(form.kind)
         try:
-            await _write(exchange, form.begin(streams))
+            begin = list(form.begin(streams))
+            await _write(exchange, [] if asked.n_begun else begin)
             async for part in answering.parts(run):
                 await exchange.write(part)
             await _write(exchange, form.end())
@@ -92,9 +98,12 @@ async def _write(exchange: Exchange, parts: Iterable[bytes]) -> None:
 class _Answering:
     """The texts of an answer while they run, and their times."""
 
-    def __init__(self, server: Server, exchange: Exchange, form: Form, n: int) -> None:
+    def __init__(self, server: Server, exchange: Exchange, form: Form, asked: Asked) -> None:
         self._server, self._exchange, self._form = server, exchange, form
-        self._last: list[float | None] = [None] * n  # when each text brought something
+        self._last: list[float | None] = [None] * asked.n_texts  # when each text brought something
+        self._n_known = asked.n_begun  # tokens to come that the client has
+        is_told = exchange.headers.get(_TOKENS) == "1" and asked.n_texts == 1
+        self._is_told = is_told and form.kind.startswith("text/event-stream")
 
     async def parts(self, run: Run) -> Any:
         """Parts of the stream."""
@@ -107,9 +116,19 @@ class _Answering:
                     parts += self._form.ended(number, event.completion)
                 else:
                     self._time(number, now)
-                    parts += self._form.piece(number, event)
+                    parts += self._piece(number, event)
             if data := b"".join(parts):
                 yield data
+
+    def _piece(self, number: int, piece: Piece) -> list[bytes]:
+        """What a piece adds to the stream, and after it, where asked for, a comment with its tokens."""
+        parts = list(self._form.piece(number, piece))
+        if self._n_known:
+            self._n_known -= len(piece.tokens)
+            return []
+        if self._is_told and piece.tokens:
+            parts.append(b": tokens " + ",".join(map(str, piece.tokens)).encode() + b"\n\n")
+        return parts
 
     def _time(self, number: int, now: float) -> None:
         last = self._last[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
@@ -15,7 +16,37 @@ from edgeinfer.message import Message
 from edgeinfer.sampling import SamplingOptions
 from edgeinfer.server.fill_in import fill_in_prompt
 from edgeinfer.server.limits import Limits
+from edgeinfer.server.problem import Problem
 from edgeinfer.stream import RequestOptions, Stream
+
+HEADER = "x-edgeinfer-continue"
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """What another replica has begun.  tokens: that the client has.  id: of that reply, None for a new one."""
+
+    seed: int
+    tokens: Sequence[int]
+    id: str | None = None
+
+
+def read_going_on(value: str | None) -> GoingOn | None:
+    """The header of a request that goes on: "seed=7; tokens=1,2,3; id=chatcmpl-x". Raises Problem."""
+    if value is None:
+        return None
+    parts = dict(part.strip().partition("=")[::2] for part in value.split(";"))
+    try:
+        if parts.keys() - {"seed", "tokens", "id"} or not all(id.isdigit() for id in parts["tokens"].split(",") if id):
+            raise ValueError
+        tokens = [int(id) for id in parts["tokens"].split(",") if id]
+        id = parts.get("id")
+        if id is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", id):
+            raise ValueError
+        return GoingOn(int(parts["seed"]), tokens, id)
+    except (KeyError, ValueError):
+        raise Problem(400, f'{HEADER} must be "seed=NUMBER; tokens=ID,ID,...": found {value[:60]!r}') from None
+
 
 MakeStream: TypeAlias = Callable[[RequestOptions], Stream]
 
@@ -36,6 +67,7 @@ class Asked:
     tools: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     is_stream: bool = False
+    going_on: GoingOn | None = None  # with an answer that another replica has begun
     ignored: list[str] = field(default_factory=list)
     suffix: str = ""  # what comes after the text that is asked for
     has_scores: bool = False  # whether the tokens of prompts are scored too
@@ -46,6 +78,21 @@ class Asked:
     def n_texts(self) -> int:
         """Texts that run for it."""
         return self.n * (1 if self.messages is not None else len(self.prompts))
+
+    @property
+    def n_begun(self) -> int:
+        """Tokens that the client has already."""
+        return 0 if self.going_on is None else len(self.going_on.tokens)
+
+    def go_on(self, going_on: GoingOn | None) -> None:
+        """Go on with an answer that another replica has begun. Raises Problem where that cannot be."""
+        if going_on is None:
+            return
+        if self.n_texts != 1 or not self.is_stream or self.options.get("logprobs") is not None:
+            raise Problem(400, "only a stream of one text without logprobs goes on elsewhere")
+        self.going_on = going_on
+        self.options["seed"] = going_on.seed
+        self.options["begun"] = going_on.tokens
 
     def streams(self, engine: Engine, limits: Limits) -> Iterator[Stream]:
         """Its texts: the samples of the first prompt, of the second one, and so on. Raises as Engine.stream."""

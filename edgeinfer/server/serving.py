@@ -19,7 +19,7 @@ from edgeinfer.server.server import Server
 Ready: TypeAlias = Callable[[Callable[[], None]], None]
 
 _AFTER_DRAIN = 5.0  # seconds for errors to reach their clients
-_HEADERS = 64 << 10  # bytes of the headers of a request
+_HEADERS = 256 << 10  # bytes of the headers of a request, one of which may be the tokens of an answer
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -35,7 +35,7 @@ class ChatForm(Form):
         self._engine, self._asked, self._n, self._wants_usage = served.engine, asked, asked.n, wants_usage
         self._has_logprobs = asked.options.get("logprobs") is not None
         self._is_stream = asked.is_stream
-        self._head = common.head("chat.completion.chunk", "chatcmpl", served)
+        self._head = common.head("chat.completion.chunk", "chatcmpl", served, asked)
         self._completions: dict[int, Completion] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {}  # of tokens without a chunk so far
         self._n_calls: dict[int, int] = {}

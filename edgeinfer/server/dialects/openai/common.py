@@ -56,10 +56,10 @@ def check_model(server: Server, asked: Asked) -> None:
         raise Problem(400, "the request has no model: name one of /v1/models", param="model")
 
 
-def head(kind: str, prefix: str, served: Served) -> dict[str, Any]:
+def head(kind: str, prefix: str, served: Served, asked: Asked) -> dict[str, Any]:
     """What a reply and each part of a stream begin with."""
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "id": (asked.going_on and asked.going_on.id) or f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
         "created": int(time.time()),
         "model": served.id,

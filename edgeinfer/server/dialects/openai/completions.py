@@ -36,7 +36,7 @@ class TextForm(Form):
     def __init__(self, served: Served, asked: Asked, wants_usage: bool, echo: bool) -> None:
         self._engine, self._asked, self._wants_usage, self._echo = served.engine, asked, wants_usage, echo
         self._has_logprobs = asked.options.get("logprobs") is not None
-        self._head = common.head("text_completion", "cmpl", served)
+        self._head = common.head("text_completion", "cmpl", served, asked)
         self._completions: dict[int, Completion] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {}  # of tokens without a chunk so far
         self._offsets: dict[int, int] = {}  # characters of the tokens in chunks so far
