@@ -18,7 +18,7 @@ class Served:
     """A loaded model.
 
     id: as clients name it.  aliases: its other names.  created: seconds since 1970.  until: by time.monotonic, how long
-    it is kept without requests.
+    it is kept without requests.  kept: seconds that it is kept after each.
     """
 
     engine: Engine
@@ -26,6 +26,7 @@ class Served:
     aliases: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
     until: float = math.inf
+    kept: float = math.inf
 
     def is_called(self, name: str) -> bool:
         """Whether a name is one of its own; ":latest" and capitals make no difference."""
@@ -39,11 +40,6 @@ class Models:
     def __init__(self, served: Served, any_name: bool = False) -> None:
         self._served, self.any_name = served, any_name
         self._about = about(served.engine.path)
-
-    @property
-    def default(self) -> Served | None:
-        """The model of requests that name none."""
-        return self._served
 
     @property
     def loaded(self) -> Sequence[Served]:

@@ -53,7 +53,7 @@ class Running:
 
     server: Server
     port: int
-    engine: Engine
+    engine: Any  # None of several models
     log: list[str]
     stop: Callable[[], None] = field(default=lambda: None)
 
@@ -103,19 +103,22 @@ class Running:
 
 @contextmanager
 def running(
-    engine: Engine,
+    engine: Engine | None = None,
     *,
+    models: Models | None = None,
     access: Access | None = None,
     n_parallel: int | None = None,
     any_name: bool = False,
     **limits: Any,
 ) -> Iterator[Running]:
-    """A server of an engine until the end of the block."""
+    """A server of an engine, or of models, until the end of the block."""
     log: list[str] = []
-    served = Served(engine, "tiny", frozenset({"tiny.gguf", "Tiny Alias"}))
+    if engine is not None:
+        models = Models(Served(engine, "tiny", frozenset({"tiny.gguf", "Tiny Alias"})), any_name)
+        n_parallel = n_parallel or engine.scheduler.n_parallel
+    assert models is not None
     limit = replace(Limits(drain_seconds=0.2), **limits)
-    parallel = engine.scheduler.n_parallel if n_parallel is None else n_parallel
-    server = Server(Models(served, any_name), limit, access or Access(), parallel, log.append)
+    server = Server(models, limit, access or Access(), n_parallel or 4, log.append)
     listening = bind("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections: less than an answer
     ready, stops = threading.Event(), []

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from tiny_models import write_tiny_model
 
 
 @pytest.fixture
@@ -104,3 +105,14 @@ def test_a_port_that_is_taken(start):
     port = port_of(process)
     other = start("--port", str(port))
     assert other.wait(60) == 1 and "cannot listen" in other.stderr.read()
+
+
+def test_several_models_of_a_folder(start, model, tmp_path):
+    write_tiny_model(tmp_path / "other.gguf", seed=5)
+    process = start("--port", "0", "--models", str(tmp_path), "--budget", "1GiB")
+    port = port_of(process)
+    assert [each["id"] for each in request(port, "GET", "/v1/models")[1]["data"]] == ["tiny", "other"]
+    for name in ("other", "tiny"):
+        assert request(port, "POST", "/v1/chat/completions", CHAT | {"model": name})[0] == 200
+    process.terminate()
+    assert "Traceback" not in process.communicate(timeout=30)[1] and process.returncode == 0
