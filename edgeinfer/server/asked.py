@@ -67,6 +67,7 @@ class Asked:
     tools: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     is_stream: bool = False
+    prepare: Callable[[Engine], None] = lambda engine: None  # called first of all, in a thread
     going_on: GoingOn | None = None  # with an answer that another replica has begun
     ignored: list[str] = field(default_factory=list)
     suffix: str = ""  # what comes after the text that is asked for
@@ -96,6 +97,7 @@ class Asked:
 
     def streams(self, engine: Engine, limits: Limits) -> Iterator[Stream]:
         """Its texts: the samples of the first prompt, of the second one, and so on. Raises as Engine.stream."""
+        self.prepare(engine)
         options = cast(RequestOptions, {**self.options, "timeout": self._seconds(limits)})
         if self.messages is None:
             for prompt in self.prompts:

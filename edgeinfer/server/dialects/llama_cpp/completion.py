@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from edgeinfer.logprobs import TokenLogprob
 from edgeinfer.server.answering import Form, answer
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.anthropic.common import met_stop
-from edgeinfer.server.dialects.llama_cpp.reading import ban_ends, prompts_of, read, text_of
+from edgeinfer.server.dialects.llama_cpp.reading import ban_ends, joined, prompts_of, read, text_of
 from edgeinfer.server.dialects.openai.common import EVENTS, PING, event, logprob
 from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.fill_in import fill_in_prompt
@@ -35,9 +35,12 @@ async def complete(server: Server, exchange: Exchange) -> None:
     if "prompt" not in body:
         raise Problem(400, "the request has no prompt", param="prompt")
     asked = read(body, server.limits)
-    async with server.models.use(asked.model) as served:
-        asked.prompts = prompts_of(body["prompt"], served.engine, server.limits)
-        await _answer(server, exchange, asked, body, served)
+    asked.prompts = given = prompts_of(body["prompt"], server.limits)
+
+    def prepare(engine: Engine) -> None:
+        asked.prompts = [each if isinstance(each, str) else joined(each, engine) for each in given]
+
+    await _answer(server, exchange, asked, body, prepare)
 
 
 async def infill(server: Server, exchange: Exchange) -> None:
@@ -49,15 +52,23 @@ async def infill(server: Server, exchange: Exchange) -> None:
     if not isinstance(extra, list) or not all(isinstance(each, dict) for each in extra):
         raise Problem(400, "input_extra must be a list of objects with filename and text", param="input_extra")
     files = [(text_of(each, "filename") or "file", text_of(each, "text")) for each in extra]
-    async with server.models.use(asked.model) as served:
-        asked.prompts = [fill_in_prompt(served.engine, before, after, files, begun)]
-        await _answer(server, exchange, asked, body, served)
+    asked.prompts = [before]
+
+    def prepare(engine: Engine) -> None:
+        asked.prompts = [fill_in_prompt(engine, before, after, files, begun)]
+
+    await _answer(server, exchange, asked, body, prepare)
 
 
-async def _answer(server: Server, exchange: Exchange, asked: Asked, body: dict[str, Any], served: Served) -> None:
-    asked.model = None if asked.model is None else served.id
-    if body.get("ignore_eos") is True:
-        ban_ends(asked, served.engine)
+async def _answer(
+    server: Server, exchange: Exchange, asked: Asked, body: dict[str, Any], prepare: Callable[[Engine], None]
+) -> None:
+    def prepare_all(engine: Engine) -> None:
+        prepare(engine)
+        if body.get("ignore_eos") is True:
+            ban_ends(asked, engine)
+
+    asked.prepare = prepare_all
     await answer(server, exchange, asked, lambda served, asked: CompletionForm(served, asked), error_of)
 
 

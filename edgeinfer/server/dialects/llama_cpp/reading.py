@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from edgeinfer.common.arguments import check_integer, shown
-from edgeinfer.engine import Engine, Prompt
+from edgeinfer.engine import Engine
 from edgeinfer.sampling import SamplingOptions
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.limits import Limits
@@ -85,7 +85,7 @@ def _read_option(name: str, value: Any, options: dict[str, Any], asked: Asked) -
         raise Problem(400, f"there is no parameter {shown(name)}", code="unknown_parameter", param=name)
 
 
-def prompts_of(given: object, engine: Engine, limits: Limits) -> list[Prompt]:
+def prompts_of(given: object, limits: Limits) -> list[Any]:
     """One prompt or several: texts, token ids, or lists of both. Raises Problem."""
 
     def is_one(value: object) -> bool:
@@ -99,11 +99,11 @@ def prompts_of(given: object, engine: Engine, limits: Limits) -> list[Prompt]:
         raise Problem(400, f"prompt must be texts, token ids, or lists of both: found {shown(given)}", param="prompt")
     if len(several) > limits.samples:
         raise Problem(400, f"there may be {limits.samples} prompts: found {len(several)}", param="prompt")
-    return [each if isinstance(each, str) else _joined(each, engine) for each in several]
+    return several
 
 
-def _joined(parts: list[Any], engine: Engine) -> list[int]:
-    """Tokens of a list of texts and token ids."""
+def joined(parts: list[Any], engine: Engine) -> list[int]:
+    """Tokens of a list of texts and token ids. Raises Problem."""
     found: list[int] = []
     for number, part in enumerate(parts):
         if isinstance(part, str):
