@@ -11,6 +11,8 @@ from edgeinfer.engine import Engine
 from edgeinfer.exporters.gguf.file_types import name_of_file_type
 from edgeinfer.models.gguf import ModelFile
 
+_SIZES = ("context_length", "block_count", "embedding_length")
+
 
 @dataclass(frozen=True)
 class About:
@@ -21,6 +23,10 @@ class About:
     n_parameters: int
     n_bytes: int
     modified: float
+    template: str  # of chats, "" without one
+    n_ctx_train: int
+    n_layers: int
+    n_embd: int
 
     @property
     def size(self) -> str:
@@ -40,7 +46,17 @@ def about(path: Path) -> About:
             quantisation = name_of_file_type(number) if isinstance(number, int) else None
             n = sum(int(info.n_elements) for info in file.tensors.values())
             architecture = str(file.metadata.get("general.architecture") or "-")
-            return About(architecture, quantisation or "unknown", n, file.n_bytes, path.stat().st_mtime)
+            template = file.metadata.get("tokenizer.chat_template")
+            sizes = [file.metadata.get(f"{architecture}.{key}") for key in _SIZES]
+            return About(
+                architecture,
+                quantisation or "unknown",
+                n,
+                file.n_bytes,
+                path.stat().st_mtime,
+                template if isinstance(template, str) else "",
+                *(size if isinstance(size, int) else 0 for size in sizes),
+            )
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,14 @@ from edgeinfer.server.library import open_routing
 from edgeinfer.server.operation import health, metrics
 from edgeinfer.server.problem import Problem, problem_of
 from edgeinfer.server.server import Server
+from edgeinfer.server.web.page import page
 
 Handler: TypeAlias = Callable[[Server, Exchange], Awaitable[None]]
 ErrorOf: TypeAlias = Callable[[Exchange, Problem], Any]
 
 _EXCHANGE = "edgeinfer.exchange"
 ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
+    "/": {"GET": page},
     "/health": {"GET": health},
     "/v1/health": {"GET": health},
     "/metrics": {"GET": metrics},

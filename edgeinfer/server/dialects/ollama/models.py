@@ -35,8 +35,9 @@ async def show(server: Server, exchange: Exchange) -> None:
     name = body.get("model", body.get("name"))
     if not isinstance(name, str):
         raise Problem(400, "model must be a name", param="model")
-    async with server.models.use(name) as served:
-        await exchange.reply_json(_shown(served, server.models.about(served.id)))
+    id = server.models.find(name)
+    served = next((each for each in server.models.loaded if each.id == id), None)  # no model is loaded to be shown
+    await exchange.reply_json(_shown(id, served, server.models.about(id)))
 
 
 async def lacking(server: Server, exchange: Exchange) -> None:
@@ -72,25 +73,28 @@ def _running(server: Server, served: Served) -> dict[str, Any]:
     }
 
 
-def _shown(served: Served, about: About) -> dict[str, Any]:
-    engine, can = served.engine, abilities(served.engine)
-    spec, architecture = engine.session.spec, about.architecture
-    capabilities = ["completion", *(["tools"] if can.chats else []), *(["thinking"] if can.reasons else [])]
-    capabilities += ["insert"] if marks_of(engine) is not None else []
+def _shown(id: str, served: Served | None, about: About) -> dict[str, Any]:
+    architecture, capabilities = about.architecture, ["completion"]
+    if served is None:
+        capabilities += ["tools"] if about.template else []
+    else:
+        can = abilities(served.engine)
+        capabilities += [*(["tools"] if can.chats else []), *(["thinking"] if can.reasons else [])]
+        capabilities += ["insert"] if marks_of(served.engine) is not None else []
     return {
-        "modelfile": f"FROM {served.id}\n",
+        "modelfile": f"FROM {id}\n",
         "parameters": "",
-        "template": engine.template.source if can.chats else "",
+        "template": about.template,
         "license": "",
         "modified_at": common.moment(about.modified),
         "details": common.details(about),
         "model_info": {
             "general.architecture": architecture,
-            "general.basename": engine.name,
+            "general.basename": id,
             "general.parameter_count": about.n_parameters,
-            f"{architecture}.context_length": engine.n_ctx,
-            f"{architecture}.block_count": spec.n_layers,
-            f"{architecture}.embedding_length": spec.n_embd,
+            f"{architecture}.context_length": about.n_ctx_train if served is None else served.engine.n_ctx,
+            f"{architecture}.block_count": about.n_layers,
+            f"{architecture}.embedding_length": about.n_embd,
         },
         "capabilities": capabilities,
     }
