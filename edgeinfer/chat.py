@@ -13,26 +13,49 @@ import json
 import os
 import stat
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from edgeinfer.asynchronous import pieces_of
-from edgeinfer.common.arguments import check_file_name, check_text
+from edgeinfer.common.arguments import check_callback, check_file_name, check_integer, check_text
 from edgeinfer.common.errors import ContextOverflow, InvalidArgument, TemplateError, warn
 from edgeinfer.common.files import check_no_model, write_whole
 from edgeinfer.common.one_process import OfOneProcess
 from edgeinfer.common.user_text import without_mark
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.message import CHANNEL_MARK, Message, answer_message, read_message, texts_of, with_broken_marks
+from edgeinfer.message import (
+    CHANNEL_MARK,
+    Message,
+    answer_message,
+    read_message,
+    result_messages,
+    texts_of,
+    with_broken_marks,
+    without_ids,
+)
+from edgeinfer.models.provenance import joined
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.stream import RequestOptions, Stream
+from edgeinfer.tools.asking import asked_for
+from edgeinfer.tools.options import NO_TOOLS, CallOptions, Given, ToolOptions, ToolUse, split_tool_options, tool_use_of
+from edgeinfer.tools.reading import FormatReader, spelled
+from edgeinfer.tools.running import Round, check_runnable, run_calls
+from edgeinfer.tools.selection import selected, selection_of
+from edgeinfer.tools.template import CallForm, TemplateTools
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
-CallForm: TypeAlias = Literal["object", "json", "text"]
-"""How a template gets calls of tools: with arguments as an object, as JSON, or as the text that was emitted."""
+
+class RunOptions(RequestOptions, CallOptions, total=False):
+    """Keyword arguments of answers with tools: those of Engine.stream, and how tools are called."""
+
+
+class ChatOptions(RequestOptions, ToolOptions, total=False):
+    """Keyword arguments of an answer: those of Engine.stream, and the tools."""
+
 
 _MOST_OUTPUTS = 1024  # answers that are kept split
 _Rendered = TypeVar("_Rendered")
@@ -49,6 +72,7 @@ class Conversation(OfOneProcess):
         self.engine = engine
         self._template = engine.template  # raises where there is none
         self._format = engine.output_format
+        self._tools = TemplateTools(self._template, self._format.calls)
         self._outputs: dict[tuple[str, tuple[int, ...]], OutputParser] = {}  # answers that were split again
         self.messages: list[Message] = []
         self.system = system
@@ -67,32 +91,83 @@ class Conversation(OfOneProcess):
         self.messages = first + others
         self._tell_of_system()
 
-    def send(self, text: str, **options: Unpack[RequestOptions]) -> Answer:
-        """The answer to a message, piece by piece. Options as for Engine.stream.
+    def send(self, text: str, **options: Unpack[ChatOptions]) -> Answer:
+        """The answer to a message, piece by piece. Options as for Engine.stream, and the tools that the model may call.
 
-        Raises ContextOverflow with the counts if the conversation with this message leaves no room for an answer,
-        TemplateError if the template refuses it.
+        tools, tool_choice, parallel_tool_calls: see edgeinfer.tools.options.ToolOptions. The calls are in the pieces
+        and the completion; nothing runs them here. Raises ContextOverflow with the counts if the conversation with this
+        message leaves no room for an answer, TemplateError if the template refuses it.
         """
         question: Message = {"role": "user", "content": check_text("the message", text)}
         return self._answer([*self.messages, question], options)
 
-    async def asend(self, text: str, **options: Unpack[RequestOptions]) -> Completion:
+    def send_results(self, results: Sequence[object] | Mapping[str, object], **options: Unpack[ChatOptions]) -> Answer:
+        """The answer to the results of the calls of the last answer. Options and errors as for `send`.
+
+        results: one of each call, in their order or by its id; a text as it is, anything else as JSON. Raises
+        InvalidArgument if the last answer has no calls, or a result is missing.
+        """
+        calls = self.messages[-1].get("tool_calls", []) if self.messages else []
+        if not calls:
+            raise InvalidArgument("the last answer has no calls of tools: there is nothing to give results of")
+        return self._answer([*self.messages, *result_messages(calls, results)], options)
+
+    def run(
+        self,
+        text: str,
+        tools: Sequence[Given],
+        *,
+        max_rounds: int = 8,
+        on_round: Callable[[Round], None] | None = None,
+        **options: Unpack[RunOptions],
+    ) -> Completion:
+        """The answer to a message, for which the model may call tools, which run here: calls, results, and so on.
+
+        tools: Python functions; those that only describe themselves cannot run. Calls of one answer run side by side,
+        each in a thread, unless parallel_tool_calls is False. The exception of a tool becomes its result, in words, and
+        so do a call to a tool that there is not and arguments that do not fit.  max_rounds: most answers with calls;
+        after so many the model has to answer without.  on_round: called with the calls of an answer and their results.
+        tool_choice: of the first answer; then the model is free.  Otherwise as `send`; all messages are kept.
+        """
+        check_integer("max_rounds", max_rounds, 1)
+        check_callback("on_round", on_round)
+        own = tool_use_of({"tools": tools}).tools
+        check_runnable(own)
+        answer = self.send(text, **cast(ChatOptions, {**options, "tools": own}))
+        for number in range(1, max_rounds + 1):
+            for _ in answer:
+                pass
+            calls = answer.completion.tool_calls
+            if not calls or answer.completion.finish_reason == "interrupted":
+                break
+            results = run_calls(calls, own, options.get("parallel_tool_calls") is not False)
+            if on_round is not None:
+                on_round(Round(calls, results))
+            choice = "auto" if number < max_rounds else "none"
+            given = {**options, "tools": own, "tool_choice": choice}
+            answer = self.send_results([each.result for each in results], **cast(ChatOptions, given))
+        for _ in answer:
+            pass
+        return answer.completion
+
+    async def asend(self, text: str, **options: Unpack[ChatOptions]) -> Completion:
         """The whole answer, for asyncio; as `send`. Where the task is cancelled, what was said so far is kept."""
         answer = self.send(text, **options)
         async for _ in pieces_of(answer):
             pass
         return answer.completion
 
-    def astream(self, text: str, **options: Unpack[RequestOptions]) -> AsyncIterator[Piece]:
+    def astream(self, text: str, **options: Unpack[ChatOptions]) -> AsyncIterator[Piece]:
         """As `send`, for asyncio. A task that is cancelled or leaves early ends the answer; what was said is kept."""
         return pieces_of(self.send(text, **options))
 
-    def regenerate(self, **options: Unpack[RequestOptions]) -> Answer:
+    def regenerate(self, **options: Unpack[ChatOptions]) -> Answer:
         """Another answer to the last message, in the place of the one there is. Options and errors as for `send`.
 
         Raises InvalidArgument if there is no answer yet.
         """
-        return self._answer(self.messages[: self._last_question() + 1], options)
+        self._last_question()
+        return self._answer(self.messages[:-1], options)
 
     def undo(self) -> str:
         """Drop the last exchange; gives its question. Raises InvalidArgument if there is none."""
@@ -180,30 +255,52 @@ class Conversation(OfOneProcess):
                 "message"
             )
 
-    def stream(self, **options: Unpack[RequestOptions]) -> Stream:
-        """The answer to the messages as they are, the last of which is a question, without keeping it.
+    def stream(self, **options: Unpack[ChatOptions]) -> Stream:
+        """The answer to the messages as they are, the last of which is a question or a result, without keeping it.
 
         Options and errors as for `send`.
         """
-        if not self.messages or self.messages[-1]["role"] != "user":
-            raise InvalidArgument("the last message must be the user's: there is nothing to answer")
+        if not self.messages or self.messages[-1]["role"] not in ("user", "tool"):
+            raise InvalidArgument("the last message must be the user's or a tool's: there is nothing to answer")
         return self._asked(self.messages, options)[0]
 
-    def _answer(self, messages: list[Message], options: RequestOptions) -> Answer:
+    def _answer(self, messages: list[Message], options: ChatOptions) -> Answer:
         return Answer(self, messages, *self._asked(messages, options))
 
-    def _asked(self, messages: list[Message], options: RequestOptions) -> tuple[Stream, OutputParser]:
+    def prompt(self, **options: Unpack[ToolOptions]) -> list[int]:
+        """Tokens of the prompt for an answer to the messages as they are, also of one that does not fit.
+
+        Raises TemplateError, InvalidArgument.
+        """
+        return self._encode(self.messages, add_generation_prompt=True, use=tool_use_of(options))
+
+    def _asked(self, messages: list[Message], options: ChatOptions) -> tuple[Stream, OutputParser]:
         """The answer to the last of the messages, and what splits it."""
+        tool_options, others = split_tool_options(options)
+        use = self._selected(messages, tool_use_of(tool_options), tool_options.get("tool_selection"))
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
         if n_least >= self.engine.n_ctx:
             raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
-        prompt = self._encode(messages, add_generation_prompt=True)
+        prompt = self._encode(messages, add_generation_prompt=True, use=use)
         if len(prompt) >= self.engine.n_ctx:
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
-        opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages))
-        output = self._format.parser(opened)
-        return self.engine.stream(prompt, output=output, **options), output
+        opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages, use))
+        takes_bare = not ({"schema", "json"} & others.keys())  # else an answer may begin as a call does
+        reader = FormatReader(self._tools.format, use.tools, takes_bare) if use.may_call else None
+        output = self._format.parser(opened, reader)
+        if use.tools:
+            others = asked_for(self.engine, self._tools.format, use, bool(opened), others)
+        return self.engine.stream(prompt, output=output, **cast(RequestOptions, others)), output
+
+    def _selected(self, messages: list[Message], use: ToolUse, given: object) -> ToolUse:
+        """The tools that are given to the model; results are of calls for the last question."""
+        selection = selection_of(given)
+        if selection is None or len(use.tools) <= selection.most:
+            return use
+        question = next((each["content"] for each in reversed(messages) if each["role"] == "user"), "")
+        called = {call["name"] for each in messages for call in each.get("tool_calls", ())}
+        return replace(use, tools=selected(question, use.tools, selection, {use.named, *called}))
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
         """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""
@@ -212,23 +309,33 @@ class Conversation(OfOneProcess):
             return n_least
         return len(self._encode(messages, add_generation_prompt=add_generation_prompt))
 
-    def _encode(self, messages: list[Message], *, add_generation_prompt: bool) -> list[int]:
+    def _encode(self, messages: list[Message], *, add_generation_prompt: bool, use: ToolUse = NO_TOOLS) -> list[int]:
+        tools = self._tools.declarations(use)
         return self._rendered_by(
             lambda given: self._template.encode(
-                self.engine.tokenizer, given, add_generation_prompt=add_generation_prompt
+                self.engine.tokenizer, given, add_generation_prompt=add_generation_prompt, tools=tools
             ),
             messages,
+            use,
         )
 
-    def _generation_prompt(self, messages: list[Message]) -> str:
+    def _generation_prompt(self, messages: list[Message], use: ToolUse) -> str:
         """What the template adds to these messages to begin an answer."""
-        whole = self._rendered_by(self._template.render, messages)
-        before = self._rendered_by(lambda given: self._template.render(given, add_generation_prompt=False), messages)
+        tools = self._tools.declarations(use)
+        whole = self._rendered_by(lambda given: self._template.render(given, tools=tools), messages, use)
+        before = self._rendered_by(
+            lambda given: self._template.render(given, add_generation_prompt=False, tools=tools), messages, use
+        )
         return whole.removeprefix(before) if whole.startswith(before) else ""
 
     # ---- Earlier answers ---------------------------------------------------------------------------------------------
 
-    def _rendered_by(self, render: Callable[[list[dict[str, Any]]], _Rendered], messages: list[Message]) -> _Rendered:
+    def _rendered_by(
+        self,
+        render: Callable[[list[dict[str, Any]]], _Rendered],
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+    ) -> _Rendered:
         """What `render` makes of the messages in the form that the template expects.
 
         Templates differ in the calls of tools that they take: with arguments as an object, as JSON, or none at all; and
@@ -237,23 +344,26 @@ class Conversation(OfOneProcess):
         answers = [message for message in messages if message["role"] == "assistant"]
         forms: tuple[CallForm, ...] = ("object",)
         if any("tool_calls" in answer for answer in answers):
-            forms = ("object", "json", "text") if "tool_calls" in self._template.source else ("text",)
+            forms = self._tools.call_forms
         elif not all(answer["content"] for answer in answers):
             forms = ("object", "text")
         refused: TemplateError | None = None
         for form in forms:
             try:
-                return render([self._for_template(message, form) for message in messages])
+                return render(self._tools.prepared([self._for_template(message, form) for message in messages], use))
             except TemplateError as error:
                 refused = refused or error
         if self._format.uses_channels and any(CHANNEL_MARK in part for answer in answers for part in texts_of(answer)):
             # gpt-oss's template takes an answer that writes about its marks for one that was not split.
-            return render([self._for_template(with_broken_marks(message), forms[0]) for message in messages])
+            broken = [self._for_template(with_broken_marks(message), forms[0]) for message in messages]
+            return render(self._tools.prepared(broken, use))
         raise cast(TemplateError, refused)
 
     def _for_template(self, message: Message, form: CallForm) -> dict[str, Any]:
         """A message with what templates know."""
         given: dict[str, Any] = {"role": message["role"], "content": message["content"]}
+        if message["role"] == "tool":
+            return given | {key: message[key] for key in ("name", "tool_call_id") if key in message}
         reasoning, calls = message.get("reasoning", ""), message.get("tool_calls", [])
         takes_calls = form != "text" and all(call["name"] is not None for call in calls)
         is_empty = form == "text" and not message["content"]
@@ -271,7 +381,10 @@ class Conversation(OfOneProcess):
         output = self._parsed(message)
         if output is not None:
             return output.emitted(len(message["content"]))
-        return "\n".join(filter(None, (message["content"], *(call["text"] for call in message.get("tool_calls", [])))))
+        calls = message.get("tool_calls", [])
+        if calls and all(call["name"] is not None for call in calls):
+            return joined(filter(None, (message["content"], spelled(self._tools.format, calls))), "\n")
+        return "\n".join(filter(None, (message["content"], *(call["text"] for call in calls))))
 
     def _parsed(self, message: Message) -> OutputParser | None:
         """The tokens of an answer, split again; None without any, or where the message does not say what they say."""
@@ -283,12 +396,19 @@ class Conversation(OfOneProcess):
         if output is None:
             if len(self._outputs) >= _MOST_OUTPUTS:
                 self._outputs.clear()
-            output = self._outputs[key] = self._format.parser(key[0])
-            for token in tokens:
-                output.push(token)
-            output.flush()
-        said = answer_message(output, len(message["content"]), tokens)
-        return output if said == {**message, "tokens": list(tokens)} else None
+            output = self._outputs[key] = self._read(self._format.parser(key[0]), tokens)
+        wanted = {**without_ids(message), "tokens": list(tokens)}
+        if answer_message(output, len(message["content"]), tokens) == wanted:
+            return output
+        # An answer where tools were given may be split otherwise.
+        output = self._read(self._format.parser(key[0], FormatReader(self._tools.format)), tokens)
+        return output if answer_message(output, len(message["content"]), tokens) == wanted else None
+
+    def _read(self, output: OutputParser, tokens: Sequence[int]) -> OutputParser:
+        for token in tokens:
+            output.push(token)
+        output.flush()
+        return output
 
     def _fitted(self, message: Message) -> Message:
         """A message from a file, with the tokens only if they are of this model's vocabulary."""
@@ -296,7 +416,10 @@ class Conversation(OfOneProcess):
             return message
         output = self._parsed(message)
         if output is not None:
-            return answer_message(output, len(message["content"]), message["tokens"])
+            fitted = answer_message(output, len(message["content"]), message["tokens"])
+            if "tool_calls" in message:
+                fitted["tool_calls"] = message["tool_calls"]  # with their ids
+            return fitted
         return cast(Message, {key: value for key, value in message.items() if key not in ("tokens", "opened")})
 
     def _least_tokens(self, messages: list[Message]) -> int:
@@ -309,13 +432,17 @@ class Conversation(OfOneProcess):
             return 0
         if sum(len(message["content"]) for message in messages) > MAX_LENGTH:
             return n_least  # more than a template is given
-        return least_tokens(self._template.render(messages))  # a template may leave out what does not fit
+        return least_tokens(
+            self._rendered_by(self._template.render, messages)
+        )  # a template may leave out what does not fit
 
     def _last_question(self) -> int:
-        """Index of the last question that has an answer."""
-        if len(self.messages) < 2 or self.messages[-1]["role"] != "assistant" or self.messages[-2]["role"] != "user":
+        """Index of the last question, which has an answer, perhaps with calls of tools and their results before it."""
+        questions = [n for n, message in enumerate(self.messages) if message["role"] == "user"]
+        is_answered = self.messages[-1:] and self.messages[-1]["role"] == "assistant"
+        if not questions or not is_answered or self.messages[-2]["role"] not in ("user", "tool"):
             raise InvalidArgument("there is no exchange yet: send a message first")
-        return len(self.messages) - 2
+        return questions[-1]
 
 
 class Answer(OfOneProcess, Iterator[Piece]):
@@ -373,7 +500,7 @@ class Answer(OfOneProcess, Iterator[Piece]):
         completion = self._stream.completion
         if completion.finish_reason == "interrupted" and not (completion.text or completion.tool_calls):
             return
-        answer = answer_message(self._output, len(completion.text), completion.tokens)
+        answer = answer_message(self._output, len(completion.text), completion.tokens, completion.tool_calls)
         self._kept = True
         # One assignment: a second Ctrl-C finds either the old messages or the new ones.
         self._conversation.messages = [*self._messages, answer]

@@ -25,6 +25,7 @@ class Piece:
     finish_reason: FinishReason | None = None  # set on the last piece only
     reasoning: str = ""  # the next part of the completion's reasoning; in a chat, text is that of the answer only
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, where asked for
+    tool_calls: tuple[ToolCall, ...] = ()  # in a chat, those that have ended with this piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +79,5 @@ class Completion:
     # object, what JSON says, or the text; or None, and why there is no value
     parsed: Any = None
     parse_error: str | None = None
+    # in a chat with tools: why a call is part of the text, None where none is
+    call_error: str | None = None

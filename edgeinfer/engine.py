@@ -267,6 +267,7 @@ class Engine(OfOneProcess):
         output: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        begun: SequenceOf[int] = (),
         **options: Unpack[ChoiceOptions],
     ) -> Stream:
         """The completion of a prompt, piece by piece.
@@ -280,7 +281,8 @@ class Engine(OfOneProcess):
         Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
         timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  schema, regex,
         grammar, choices, json: what the completion may be, one of them; see
-        edgeinfer.constraints.options.ConstraintOptions.
+        edgeinfer.constraints.options.ConstraintOptions.  begun: the first tokens of the completion, which another
+        process has drawn with the same options and seed: the stream has them, and goes on as that would have.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
         for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
         NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
@@ -295,6 +297,7 @@ class Engine(OfOneProcess):
         chosen = self._chosen_params(params, sampling)
         constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
+        drawn = self._begun_tokens(begun, room, n_alternatives)
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
         record.expert_reads = None if self.experts is None else self.experts.reads
         if limit == 0:
@@ -302,7 +305,7 @@ class Engine(OfOneProcess):
         order = _checked_order(priority, timeout)
 
         def submit() -> Sequence:
-            return self.scheduler.submit(self._request(tokens, limit, record, progress, *order))
+            return self.scheduler.submit(self._request(tokens, limit, record, progress, *order, drawn))
 
         return Stream(self._pieces(submit, record, progress), record, (self.scheduler, submit))
 
@@ -490,6 +493,7 @@ class Engine(OfOneProcess):
         progress: Progress | None,
         priority: int = 0,
         timeout: float | None = None,
+        begun: SequenceOf[int] = (),
     ) -> Request:
         """What the scheduler needs to know of a text."""
         params, n_vocab = record.params, self.tokenizer.n_vocab
@@ -518,6 +522,7 @@ class Engine(OfOneProcess):
             None if constraint is None else free_draw,
             wants_progress=progress is not None,
             priority=priority,
+            begun=begun,
             deadline=None if timeout is None else time.monotonic() + timeout,
         )
 
@@ -527,9 +532,13 @@ class Engine(OfOneProcess):
 
         return Constraints(self.tokenizer)
 
+    def check_constraint(self, wanted: Wanted) -> None:
+        """Read a constraint, which a request needs soon. Raises InvalidConstraint, BackendUnavailable."""
+        self._constraints.read(wanted)
+
     def _constraint(self, wanted: Wanted, n_prompt: int, output: Output | None) -> ConstraintState:
         """A constraint along a text with a prompt of n_prompt tokens. Raises as `stream`."""
-        parser = output if isinstance(output, OutputParser) else None
+        parser = output if isinstance(output, OutputParser) and not wanted.includes_reasoning else None
         return self._constraints.read(wanted).state(wanted, n_prompt, parser)
 
     def _pieces(self, submit: Submit, record: Record, progress: Progress | None) -> Generator[Piece, None, None]:
@@ -606,6 +615,17 @@ class Engine(OfOneProcess):
             raise InvalidArgument("the prompt is empty: give at least one token")
         ids: list[int] = check_tokens(tokens, self.session.spec.n_vocab, 0, self.n_ctx).tolist()
         return ids
+
+    def _begun_tokens(self, begun: SequenceOf[int], room: int, n_alternatives: int | None) -> list[int]:
+        """The argument `begun`, checked. Raises as `stream`."""
+        if not begun:
+            return []
+        if n_alternatives is not None:
+            raise InvalidArgument("a completion that goes on has no log probabilities: leave out logprobs")
+        tokens: list[int] = check_tokens(begun, self.session.spec.n_vocab, 0, room).tolist()
+        if any(token in self.tokenizer.stop_ids for token in tokens):
+            raise InvalidArgument("what was begun has a token in it that ends a text: there is nothing to go on with")
+        return tokens
 
     def _continuation_tokens(self, prompt: Prompt, tokens: list[int], continuation: Prompt) -> list[int]:
         """What follows the tokens of a prompt. Raises as `score`."""

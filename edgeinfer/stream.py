@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
@@ -17,7 +18,7 @@ from edgeinfer.common.types import Logits
 from edgeinfer.completion import Completion, FinishReason, Piece, Timings, Usage
 from edgeinfer.constraints.options import ConstraintOptions
 from edgeinfer.logprobs import TokenLogprob, token_logprob
-from edgeinfer.models.reasoning import ToolCall
+from edgeinfer.models.reasoning import ToolCall, call_id
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.offload.reads import ExpertReads
 from edgeinfer.repetition import LoopGuard
@@ -44,6 +45,7 @@ class RequestOptions(ChoiceOptions, total=False):
     logprobs: int | None
     priority: int
     timeout: float | None
+    begun: SequenceOf[int]
 
 
 Submit: TypeAlias = Callable[[], Sequence]
@@ -76,6 +78,11 @@ class Stream(OfOneProcess, Iterator[Piece]):
     def params(self) -> SamplingParams:
         """As used, with the seed that was drawn if none was given."""
         return self._record.params
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return self._record.n_prompt
 
     @property
     def sequence(self) -> Sequence | None:
@@ -151,12 +158,17 @@ class Output(Protocol):
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Those that have ended."""
 
+    @property
+    def call_error(self) -> str | None:
+        """Why a call of a tool is part of the text instead, None where none is."""
+
 
 class RawOutput(Output):
     """Everything emitted is text, except control tokens."""
 
     reasoning = None
     tool_calls: tuple[ToolCall, ...] = ()
+    call_error = None
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -199,7 +211,7 @@ class Record:
         self.stats: StatsCounter | None = None  # of speculation, once the prompt is read
         self.expert_reads: Callable[[], ExpertReads] | None = None  # of the model's cache, until now
         self._reads: list[ExpertReads] = []  # at the beginning, and after the first token
-        self._n_prompt = n_prompt
+        self.n_prompt = n_prompt
         self._n_alternatives = n_alternatives
         self._tokenizer = tokenizer
         self._output = output or RawOutput(tokenizer)
@@ -207,6 +219,7 @@ class Record:
         self._guard = LoopGuard(params.loop_guard, tokenizer) if params.loop_guard else None
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._calls: list[ToolCall] = []  # of tools that have ended
         self.logprobs: list[TokenLogprob] = []  # of the tokens drawn, where asked for; some are not pushed yet
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
 
@@ -237,7 +250,7 @@ class Record:
         text = self._stops.push(text) + self._stops.push("", hidden)
         self._text.append(text)
         found = tuple(self.logprobs[len(self._tokens) - 1 : len(self._tokens)])
-        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning, found)
+        return Piece(text, (token,), "stop" if self._stops.met else None, reasoning, found, self._new_calls())
 
     def end(self, reason: FinishReason, stop_token: int | None = None) -> Piece:
         """Make the completion, unless there is one; gives the piece with what was held back until now.
@@ -252,21 +265,35 @@ class Record:
             hidden = "" if stop_token is None else self._tokenizer.name(stop_token)
             rest = self._stops.push(rest) + self._stops.push("", hidden) + self._stops.flush()
         self._text.append(rest)
-        parsed, error = (None, None) if self.constraint is None else self.constraint.result(self._tokens, reason)
+        new_calls = self._new_calls()
+        parsed, error = None, None
+        if self.constraint is not None and not self._calls:
+            parsed, error = self.constraint.result(self._tokens, reason)
         self.completion = Completion(
             "".join(self._text),
             tuple(self._tokens),
             reason,
-            Usage(self._n_prompt, self.n_cached, len(self._tokens)),
+            Usage(self.n_prompt, self.n_cached, len(self._tokens)),
             self._timings(),
             self.params,
             self._output.reasoning,
-            self._output.tool_calls,
+            tuple(self._calls),
             tuple(self.logprobs[: len(self._tokens)]),
             parsed,
             error,
+            self._output.call_error,
         )
-        return Piece(rest, (), reason, reasoning)
+        return Piece(rest, (), reason, reasoning, (), new_calls)
+
+    def _new_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools that have ended since the last piece, with their ids."""
+        found = self._output.tool_calls[len(self._calls) :]
+        new = [
+            replace(call, id=call_id(self.n_prompt, number, call.text))
+            for number, call in enumerate(found, start=len(self._calls))
+        ]
+        self._calls += new
+        return tuple(new)
 
     def _timings(self) -> Timings:
         prompt_seconds, decode_seconds = sum(self._seconds[:1]), sum(self._seconds[1:])
@@ -274,7 +301,7 @@ class Record:
         return Timings(
             prompt_seconds,
             decode_seconds,
-            (self._n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
+            (self.n_prompt - self.n_cached) / prompt_seconds if prompt_seconds else 0.0,
             (len(self._seconds) - 1) / decode_seconds if decode_seconds else 0.0,
             None if self.stats is None else self.stats.figures(),
             reads[1].since(reads[0]) if len(reads) > 1 else None,

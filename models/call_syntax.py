@@ -1,6 +1,7 @@
-"""Calls of tools that are no JSON: XML as Qwen3-Coder and Qwen3.5 write it, and Python's syntax as LFM2 writes it.
+"""Calls of tools that are no JSON: XML as Qwen3-Coder and Qwen3.5 write it, Python's syntax as LFM2 writes it, and
+Gemma's.
 
-<function=f><parameter=a>1</parameter></function>            [f(a=1, b="x"), g()]
+<function=f><parameter=a>1</parameter></function>            [f(a=1, b="x"), g()]            call:f{a:1,b:<|"|>x<|"|>}
 """
 
 from __future__ import annotations
@@ -192,6 +193,137 @@ class _PythonReader:
 
     def _take(self, pattern: re.Pattern[str]) -> str:
         self._skip(_SPACE)
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise _Mismatch
+        self._at = found.end()
+        return found[0]
+
+
+# ---- Tags around each argument, and values in quotes of their own ----------------------------------------------------
+
+
+def parameters_of(text: str, tags: tuple[str, str, str]) -> dict[str, str] | None:
+    """The texts between tags by their names; None for a text that is anything else.
+
+    tags: before a name, between name and value, after a value. White space around the tags does not count, but for the
+    line end that a tag has itself.
+    """
+    opening, between, closing = map(_tag_pattern, tags)
+    before, after = "\n?" if tags[1].endswith("\n") else "", "\n?" if tags[2].startswith("\n") else ""
+    pattern = re.compile(rf"\s*{opening}([^<>\s\"]+){between}{before}(.*?){after}{closing}\s*", re.DOTALL)
+    found: dict[str, str] = {}
+    end = len(text) - len(text.lstrip())
+    while end < len(text):
+        parameter = pattern.match(text, end)
+        if parameter is None or parameter[1] in found:
+            return None
+        found[parameter[1]] = parameter[2]
+        end = parameter.end()
+    return found
+
+
+def _tag_pattern(tag: str) -> str:
+    """A tag, with any white space where it has a line end."""
+    return r"\s*".join(map(re.escape, tag.strip("\n").split("\n")))
+
+
+def quoted_call(text: str, quote: str) -> SpelledCall | None:
+    """A call such as call:name{a:1,b:QtextQ}, as Gemma writes it; None for another text.  quote: the Q of texts."""
+    try:
+        return _QuotedReader(text, quote).call()
+    except _Mismatch:
+        return None
+
+
+_KEY = re.compile(r"[^\s:,{}\[\]]+")
+_JSON_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?![\w.])")
+
+
+class _QuotedReader:
+    """Reads a call whose texts stand between quotes of their own, from the left."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self._text = text.strip()
+        self._quote = quote
+        self._at = 0
+        self._depth = 0
+
+    def call(self) -> SpelledCall:
+        """The call. Raises _Mismatch."""
+        self._expect("call:")
+        name = self._match(_KEY)
+        arguments = self._object()
+        if self._at < len(self._text):
+            raise _Mismatch
+        return SpelledCall(self._text, name, arguments)
+
+    def _object(self) -> dict[str, Any]:
+        self._expect("{")
+        found: dict[str, Any] = {}
+        while not self._accept("}"):
+            if found:
+                self._expect(",")
+            key = self._between_quotes() if self._accept(self._quote) else self._match(_KEY)
+            self._expect(":")
+            if key in found:
+                raise _Mismatch
+            found[key] = self._value()
+        return found
+
+    def _value(self) -> Any:
+        self._space()
+        if self._accept(self._quote):
+            return self._between_quotes()
+        first = self._text[self._at : self._at + 1]
+        if first in ("{", "["):
+            self._depth += 1
+            if self._depth > _MOST_NESTED:
+                raise _Mismatch
+            value = self._object() if first == "{" else self._list()
+            self._depth -= 1
+            return value
+        for word, meant in (("true", True), ("false", False), ("null", None)):
+            if self._accept(word):
+                return meant
+        digits = self._match(_JSON_NUMBER)
+        if len(digits) > _MOST_DIGITS:
+            raise _Mismatch
+        return json.loads(digits)
+
+    def _list(self) -> list[Any]:
+        self._expect("[")
+        found: list[Any] = []
+        while not self._accept("]"):
+            if found:
+                self._expect(",")
+            found.append(self._value())
+        return found
+
+    def _between_quotes(self) -> str:
+        end = self._text.find(self._quote, self._at)
+        if end < 0:
+            raise _Mismatch
+        found = self._text[self._at : end]
+        self._at = end + len(self._quote)
+        return found
+
+    def _space(self) -> None:
+        while self._text[self._at : self._at + 1].isspace():
+            self._at += 1
+
+    def _accept(self, mark: str) -> bool:
+        self._space()
+        is_there = bool(mark) and self._text.startswith(mark, self._at)
+        self._at += len(mark) if is_there else 0
+        return is_there
+
+    def _expect(self, mark: str) -> None:
+        if not self._accept(mark):
+            raise _Mismatch
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        self._space()
         found = pattern.match(self._text, self._at)
         if found is None:
             raise _Mismatch

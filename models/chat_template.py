@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 from jinja2.exceptions import SecurityError
@@ -36,6 +36,8 @@ from edgeinfer.models.tokenizer import Tokenizer
 __all__ = ["CHATML", "MAX_LENGTH", "MAX_SOURCE_BYTES", "STEPS_A_PAIR", "ChatTemplate"]
 
 MAX_SOURCE_BYTES = 256 << 10
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
 
 CHATML = (
     "{% for message in messages %}"
@@ -77,7 +79,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
 class ChatTemplate:
     """Turns messages into the prompt that a model was trained on. Any number of threads may use one.
 
-    source: Jinja, with what transformers gives to it: messages, add_generation_prompt, bos_token, eos_token, tools and
+    source: Jinja, with what transformers gives to it: messages, add_generation_prompt, bos_token, eos_token, tools,
     documents (always none), raise_exception, strftime_now, tojson.
     """
 
@@ -137,15 +139,23 @@ class ChatTemplate:
         """The Jinja source."""
         return self._source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Tools = None
+    ) -> str:
         """The prompt as text. Raises TemplateError: refused by the template, too slow, too long.
 
-        messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.
+        messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.  tools: in
+        OpenAI's form, None for none; a template may know nothing of them.
         """
-        return plain(self._written(messages, add_generation_prompt))
+        return plain(self._written(messages, add_generation_prompt, tools))
 
     def encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools = None,
     ) -> list[int]:
         """The prompt as token ids, with special tokens only where the template itself wrote them.
 
@@ -154,29 +164,29 @@ class ChatTemplate:
         may be edgeinfer.models.provenance.Text: those of their characters that are trusted count as the template's own.
         Begins with one begin token if the file needs one. Raises TemplateError.
         """
-        ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt), self._source)
+        ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt, tools), self._source)
         first = next((id for id in ids if tokenizer.token_bytes(id).strip()), None)  # some write a new line before it
         if tokenizer.add_bos and tokenizer.bos_id is not None and first != tokenizer.bos_id:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _written(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _written(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools) -> str:
         """The prompt of messages in the form that the template takes."""
         if self._form is None:
-            return self._render(messages, add_generation_prompt)
+            return self._render(messages, add_generation_prompt, tools)
         try:
-            return self._render(self._form.applied(messages), add_generation_prompt)
+            return self._render(self._form.applied(messages), add_generation_prompt, tools)
         except TemplateError:
             if len(joined_turns := with_turns_joined(messages)) == len(messages):
                 raise
-        return self._render(self._form.applied(joined_turns), add_generation_prompt)
+        return self._render(self._form.applied(joined_turns), add_generation_prompt, tools)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools) -> str:
         copies = _copied(messages)
         values = {
             "messages": copies,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None,
+            "tools": None if tools is None else _copied(tools),
             "documents": None,
             **self._tokens,
         }

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from edgeinfer.common.overriding import override
 from edgeinfer.models.provenance import plain
-from edgeinfer.models.tool_calls import ToolCall, call_to, read_calls
+from edgeinfer.models.tool_calls import CallReader, ToolCall, call_to, read_calls
 
 if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat
 
 _LINE_ENDS = "\r\n"
+_BARE_CALLS = ('{"name"', '```json{"name"')  # how a call begins that is all of an answer, without white space
+_BARE_LENGTH = 64  # characters within which it begins so
+_CUT = "a call of a tool was not complete when the answer ended: it is in the text"
+_UNREADABLE = "a call of a tool cannot be read: it is in the text"
 _MAX_HEADER = 256  # characters before <|message|>; what is longer is no header
 
 Kind: TypeAlias = Literal["mark", "reasoning", "answer", "tool call", "break"]
@@ -37,6 +41,7 @@ class OutputMachine:
         self.segments: list[Segment] = []
         self.tool_calls: list[ToolCall] = []
         self.has_reasoning = False
+        self.call_error: str | None = None  # why a call of a tool is part of the answer instead
         self._format = format
         self._rest = ""  # not decided yet
         self._is_last = False
@@ -114,13 +119,18 @@ class TagsMachine(OutputMachine):
     Ends of lines right after and before a tag of the reasoning belong to neither text.
     """
 
-    def __init__(self, format: OutputFormat, opened: str) -> None:
+    def __init__(self, format: OutputFormat, opened: str, reader: CallReader | None = None) -> None:
         super().__init__(format)
+        self._reader = reader
+        self._tools = dict(format.tools)
+        if reader is not None and reader.opening:
+            self._tools[format.coded_text(reader.opening)] = format.coded_text(reader.closing)
+        self._may_be_call = reader is not None and reader.takes_bare
         self._closing = ""  # of the part that is open
         self._answer_closing = ""
         self._tool_opening = ""
         self._skips_line_ends = False
-        self._step = self._begin if format.reasoning or format.answers else self._answer
+        self._step: Callable[[], bool] = self._begin if format.reasoning or format.answers else self._answer
         if opened:
             self.open(opened)
 
@@ -199,7 +209,9 @@ class TagsMachine(OutputMachine):
         if self._skips_line_ends and self._skip_line_ends():
             return False
         self._skips_line_ends = False
-        end, mark = self._text_before([self._answer_closing, *(opening for opening, _ in self._format.tools)])
+        if self._may_be_call and not self._decide_on_call():
+            return False
+        end, mark = self._text_before([self._answer_closing, *self._tools])
         self._take("answer", end)
         if not mark:
             return False
@@ -207,26 +219,59 @@ class TagsMachine(OutputMachine):
             self._take("mark", len(mark))
             self._answer_closing = ""
             return True
-        self._tool_opening, self._closing = mark, dict(self._format.tools)[mark]
+        self._tool_opening, self._closing = mark, self._tools[mark]
         self._step = self._call
         return True
 
     def _call(self) -> bool:
         """Within the tags of a call: nothing is decided before its end."""
         start = len(self._tool_opening)
-        end = self._rest.find(self._closing, start) if self._closing else -1
+        end = self._rest.find(self._closing or self._tool_opening, start)
         if end < 0 and not self._is_last:
             return False
         length = len(self._rest) if end < 0 else end + len(self._closing)
         text = plain(self._format.text(self._rest[start : end if end >= 0 else length]))
-        calls = read_calls(text)
-        if not calls and any(map(self._format.is_special, self._tool_opening)):
+        calls = self._calls_of(text, is_cut=end < 0 and bool(self._closing))
+        if not calls and self._reader is None and any(map(self._format.is_special, self._tool_opening)):
             calls = [ToolCall(text)]
         self.tool_calls += calls
         self._take("tool call" if calls else "answer", length)
+        if not calls and self._reader is not None:
+            self.call_error = _CUT if end < 0 else _UNREADABLE
         self._skips_line_ends = bool(calls)
         self._step = self._answer
         return True
+
+    def _calls_of(self, text: str, is_cut: bool) -> list[ToolCall]:
+        """The calls of what stands between tags; is_cut: the tag that ends it is missing."""
+        if self._reader is None:
+            return read_calls(text)
+        return [] if is_cut else self._reader.read(text)
+
+    def _decide_on_call(self) -> bool:
+        """Whether the answer, which may be nothing but a call, has become one or surely is none."""
+        begun = "".join(self._rest[:_BARE_LENGTH].split())
+        is_begun = begun.startswith(_BARE_CALLS)
+        if is_begun or (not self._is_last and any(call.startswith(begun) for call in _BARE_CALLS)):
+            calls = self._bare_calls() if is_begun else []
+            if not calls and not self._is_last:
+                return False
+            if calls:
+                self.tool_calls += calls
+                self._take("tool call", len(self._rest))
+                self._skips_line_ends = True
+            else:
+                self.call_error = _CUT
+        self._may_be_call = False
+        return True
+
+    def _bare_calls(self) -> list[ToolCall]:
+        """The call that the answer is, in its only element; none where it has not ended or is none."""
+        text = self._rest.strip()
+        is_fenced = text.startswith("`")
+        if not text.endswith("```" if is_fenced else "}") or self._reader is None:
+            return []
+        return self._reader.read(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
 
 
 class ChannelsMachine(OutputMachine):
@@ -236,8 +281,9 @@ class ChannelsMachine(OutputMachine):
     The prompt ends after the first "assistant".
     """
 
-    def __init__(self, format: OutputFormat, opened: str) -> None:
+    def __init__(self, format: OutputFormat, opened: str, reader: CallReader | None = None) -> None:
         super().__init__(format)
+        self._reader = reader
         self._start, self._channel, self._message, *self._ends = format.channels
         self._is_first = True
         self._kind: Kind = "answer"
@@ -302,7 +348,13 @@ class ChannelsMachine(OutputMachine):
         if self._kind == "tool call":
             if not mark and not self._is_last:
                 return False
-            self._add_call(plain(self._format.text(self._rest[:end])))
+            call = call_to(self._recipient, plain(self._format.text(self._rest[:end])))
+            if self._reader is not None and call.arguments is None:
+                self._kind = "answer"
+                self.call_error = _UNREADABLE if mark else _CUT
+                self._give("answer", f"{self._recipient} ")
+            else:
+                self.tool_calls.append(call)
         self._take(self._kind, end)
         if not mark:
             return False
@@ -328,6 +380,3 @@ class ChannelsMachine(OutputMachine):
         self._kind, self._recipient, self._step = "answer", "", self._body
         self._break("answer")
         return True
-
-    def _add_call(self, text: str) -> None:
-        self.tool_calls.append(call_to(self._recipient, text))

@@ -19,12 +19,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.common.errors import TemplateError
+from edgeinfer.models.call_formats import HARMONY, call_format_of
 from edgeinfer.models.output_machines import ChannelsMachine, Kind, OutputMachine, Segment, TagsMachine
 from edgeinfer.models.provenance import is_trusted, joined, plain, trusted
 from edgeinfer.models.tokenizer import Tokenizer
-from edgeinfer.models.tool_calls import ToolCall, calls_for_template, read_calls
+from edgeinfer.models.tool_calls import CallReader, ToolCall, call_id, calls_for_template, read_calls
 
-__all__ = ["OutputFormat", "OutputParser", "ToolCall", "calls_for_template", "read_calls", "reasoning_fields"]
+__all__ = [
+    "OutputFormat",
+    "OutputParser",
+    "ToolCall",
+    "call_id",
+    "calls_for_template",
+    "read_calls",
+    "reasoning_fields",
+]
 
 # Around the reasoning. The last two are phrases: they count where the template has both.
 REASONING_TAGS = (
@@ -82,8 +91,9 @@ _TAIL = 64  # tokens at the end of a prompt in which the reasoning may be opened
 class OutputFormat:
     """How a model marks the parts of its output.
 
-    uses_channels: as gpt-oss does.  looks_for_marks: whether the chat template expects an earlier answer with its
-    marks, as it was emitted, to take the reasoning out by itself.
+    uses_channels: as gpt-oss does.  calls: how it writes calls of tools, None where that is not known.
+    looks_for_marks: whether the chat template expects an earlier answer with its marks, as it was emitted, to take the
+    reasoning out by itself.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class OutputFormat:
         answers = [tags for tags in ANSWER_TAGS if reasoning and (tags[0] in source or tags[0] in special)]
         tools = [] if self.uses_channels else [tags for tags in TOOL_TAGS if tags[0] in source]
         self.reasoning, self.answers, self.tools = map(self._coded_tags, (reasoning, answers, tools))
+        self.calls = HARMONY if self.uses_channels else call_format_of(source, special)
         self.channels = [self.coded_text(mark) for mark in CHANNEL_MARKS] if self.uses_channels else []
         self._mark_codes = set(self._id_of)
         for id in sorted(tokenizer.protected(source)):  # the others are found in any text
@@ -110,10 +121,14 @@ class OutputFormat:
         self._turn_codes = set(filter(self.is_special, turns)) - self._mark_codes
         self._hidden = set(filter(self._says_nothing, self._id_of))
 
-    def parser(self, opened: str = "") -> OutputParser:
-        """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`."""
-        machine: OutputMachine = ChannelsMachine(self, opened) if self.uses_channels else TagsMachine(self, opened)
-        return OutputParser(self, machine, opened)
+    def parser(self, opened: str = "", calls: CallReader | None = None) -> OutputParser:
+        """A parser for one answer; opened: the end of the prompt that belongs to it, see `opened_by`.
+
+        calls: reads calls where the model was given tools; what it cannot read is part of the answer. None reads what
+        the template marks as calls.
+        """
+        kind = ChannelsMachine if self.uses_channels else TagsMachine
+        return OutputParser(self, kind(self, opened, calls), opened, calls)
 
     def answer(self, prompt: Sequence[int], tokens: Iterable[int]) -> str:
         """What tokens after a prompt say, without reasoning and calls of tools."""
@@ -281,8 +296,11 @@ class OutputParser:
     edgeinfer.models.provenance) where the model emitted a special token.
     """
 
-    def __init__(self, format: OutputFormat, machine: OutputMachine, opened: str) -> None:
+    def __init__(
+        self, format: OutputFormat, machine: OutputMachine, opened: str, calls: CallReader | None = None
+    ) -> None:
         self.opened = opened
+        self._calls = calls
         self._format = format
         self._machine = machine
         self._reader = TokenReader(format)
@@ -320,7 +338,12 @@ class OutputParser:
 
     def anew(self) -> OutputParser:
         """A parser as this one was before the first token."""
-        return self._format.parser(self.opened)
+        return self._format.parser(self.opened, self._calls)
+
+    @property
+    def call_error(self) -> str | None:
+        """Why a call of a tool is part of the answer instead, None where none is."""
+        return self._machine.call_error
 
     @property
     def precedes_answer(self) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from edgeinfer.models.call_syntax import python_calls, xml_calls
 
@@ -19,6 +20,52 @@ class ToolCall:
     # name, arguments: parsed from it, None where that is not possible
     name: str | None = None
     arguments: dict[str, Any] | None = None
+    # nine letters and digits, by which a result names its call; "" before the answer has it
+    id: str = field(default="", compare=False)
+
+
+_ID_DIGITS, _ID_LENGTH = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz", 9  # as Mistral's templates
+
+
+def call_id(n_prompt: int, number: int, text: str) -> str:
+    """The id of a call: a function of the place and the text, so that the same answer has the same ids.
+
+    n_prompt: tokens before the answer, so that later answers of a conversation have others.  number: of the call in it.
+    """
+    return mistral_id(f"{n_prompt} {number} {text}")
+
+
+def mistral_id(text: str) -> str:
+    """An id as Mistral's templates need it, nine letters and digits; the same of the same text."""
+    value = int.from_bytes(hashlib.blake2b(text.encode(errors="replace")).digest(), "big")
+    digits = []
+    for _ in range(_ID_LENGTH):
+        value, digit = divmod(value, len(_ID_DIGITS))
+        digits.append(_ID_DIGITS[digit])
+    return "".join(digits)
+
+
+class CallReader(Protocol):
+    """Reads the calls of one format: edgeinfer.tools.reading."""
+
+    @property
+    def opening(self) -> str:
+        """What begins calls, by its name; "" where there are no calls but bare ones."""
+        ...
+
+    @property
+    def closing(self) -> str:
+        """What ends calls, by its name; "": the next opening, or the end."""
+        ...
+
+    @property
+    def takes_bare(self) -> bool:
+        """Whether an answer that is a JSON object with a name first, alone or as a block of code, is a call."""
+        ...
+
+    def read(self, text: str) -> list[ToolCall]:
+        """The calls of the text between the two; none if it is no such text."""
+        ...
 
 
 _CALL_ENDS = re.compile("<[|｜]tool[_▁]call[_▁]end[|｜]>")
@@ -88,7 +135,7 @@ def calls_for_template(calls: Sequence[Mapping[str, Any]], as_text: bool) -> lis
     """Calls in OpenAI's form. as_text: arguments as JSON, which some templates need in place of the object."""
     return [
         {
-            "id": f"call{number:05}",  # Mistral's templates need nine characters
+            "id": call.get("id") or f"call{number:05}",  # Mistral's templates need nine characters
             "type": "function",
             "function": {
                 "name": call["name"],

@@ -20,10 +20,10 @@ MOST_BYTES = 1 << 26  # of a line
 Form: TypeAlias = Literal["own", "chat", "completion"]
 
 _URLS: Mapping[object, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_LIMITS = ("max_completion_tokens", "max_tokens")  # the first one that is given
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+LIMITS = ("max_completion_tokens", "max_tokens")  # the first one that is given
 # That change no text.
-_IGNORED = {
+IGNORED = {
     *("model", "user", "metadata", "stream", "stream_options", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
 }
@@ -161,14 +161,14 @@ def _options(given: Mapping[str, Any]) -> RequestOptions:
         elif name in (*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__, "stop"):
             options[name] = value
         elif name == "response_format":
-            options |= _constraint_of(value)
-        elif name not in (*_IGNORED, *_LIMITS):
-            raise InvalidArgument(_no_such(name))
-    limit = next((given[name] for name in _LIMITS if name in given), None)
+            options |= constraint_of(value)
+        elif name not in (*IGNORED, *LIMITS):
+            raise InvalidArgument(no_such(name))
+    limit = next((given[name] for name in LIMITS if name in given), None)
     return cast(RequestOptions, options if limit is None else options | {"max_tokens": limit})
 
 
-def _constraint_of(format: object) -> ConstraintOptions:
+def constraint_of(format: object) -> ConstraintOptions:
     """What OpenAI's response_format says. Raises InvalidArgument."""
     kind = format.get("type") if isinstance(format, dict) else None
     if kind == "text":
@@ -183,7 +183,7 @@ def _constraint_of(format: object) -> ConstraintOptions:
     )
 
 
-def _no_such(name: str) -> str:
+def no_such(name: str) -> str:
     """That there is no option of this name, with the name that it has here."""
     try:
         SamplingParams().changed({name: None})
@@ -205,13 +205,13 @@ def _message(given: object, place: str) -> Message:
     if not isinstance(given, dict) or not {"role", "content"} <= given.keys() <= {"role", "content", "name"}:
         raise InvalidArgument(f'{place} must be {{"role": ..., "content": ...}}: found {shown(given)}')
     role = given["role"]
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidArgument(f"{place}: the role must be {', '.join(_ROLES)}: found {shown(role)}")
-    return {"role": _ROLES[role], "content": _text_of(given["content"], place)}
+    if not isinstance(role, str) or role not in ROLES:
+        raise InvalidArgument(f"{place}: the role must be {', '.join(ROLES)}: found {shown(role)}")
+    return {"role": ROLES[role], "content": text_of(given["content"], place)}
 
 
-def _text_of(content: object, place: str) -> str:
-    """The text of a message: itself, or parts that are texts."""
+def text_of(content: object, place: str) -> str:
+    """The text of a message: itself, or parts that are texts. Raises InvalidArgument."""
     parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
         part["text"]

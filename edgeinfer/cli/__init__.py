@@ -27,6 +27,7 @@ COMMANDS = {  # name: what --help says of it; the command is edgeinfer.cli.<name
     "chat": "Chat with a model.",
     "generate": "Complete a text.",
     "batch": "Answer the requests of a file.",
+    "serve": "Answer programs over HTTP.",
     "models": "List the models on this machine.",
     "cache": "List or clear the contexts on disk.",
     "inspect": "Show the contents of a GGUF file.",

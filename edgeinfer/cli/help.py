@@ -45,6 +45,12 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that ha
     "chat": _ASKED,
     "generate": _ASKED,
     "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
+    "serve": {
+        "Model": (*_MODEL, "others", "aliases", "any_model"),
+        "Server": ("host", "port", "api_key_file", "no_auth", "hosts", "origins", "quiet"),
+        "Memory": (*_MEMORY, *_EXPERTS),
+        "Speculation": _SPECULATION,
+    },
     "simulate": {"Simulation": ("fpga_folder", "completes"), **_ASKED},
     "profile": {
         "Model": _MODEL,

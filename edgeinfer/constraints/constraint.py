@@ -79,7 +79,7 @@ class Constraints:
             grammar = WORKER.grammar(wanted.form, wanted.source, deadline)
             return in_time(deadline, lambda: Constraint(grammar, vocabulary, self._tokenizer))
         except InvalidConstraint as error:
-            message = with_place(str(error), wanted.source) if wanted.is_json else str(error)
+            message = with_place(str(error), wanted.source) if wanted.form == "schema" else str(error)
             raise InvalidConstraint(f"{_TITLES[wanted.name]} cannot be used: {message}") from None
 
 
@@ -89,6 +89,7 @@ _TITLES = {
     "regex": "the regular expression",
     "grammar": "the grammar",
     "choices": "the choices",
+    "tools": "the tools",
 }
 
 
@@ -237,6 +238,8 @@ class ConstraintState:
 
         answer: its tokens without the one that ended it.  reason: why it ended, as Completion has it.
         """
+        if not self._wanted.has_value:
+            return None, None
         why = _REASONS.get(reason, f"it ended ({reason})")
         start = 0 if self._beginning is None else self._beginning.anew().place(answer).start
         if start is None:

@@ -16,7 +16,7 @@ Form: TypeAlias = Literal["schema", "regex", "lark", "gbnf"]
 # Between the tokens of JSON: small models that may write any number of spaces write them until max_tokens.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{0,8}"
 # As JSON Schema says: what it does not know is refused, and oneOf stays oneOf.
-_JSON_OPTIONS = {
+JSON_OPTIONS = {
     "whitespace_pattern": _WHITE_SPACE,
     "item_separator": ",",
     "key_separator": ":",
@@ -46,7 +46,7 @@ def grammar_of(form: Form, source: str) -> str:
     matcher = open_library().LLMatcher
     try:
         if form == "schema":
-            return str(matcher.grammar_from_json_schema(source, overrides=_JSON_OPTIONS))
+            return str(matcher.grammar_from_json_schema(source, overrides=JSON_OPTIONS))
         if form == "regex":
             return str(matcher.grammar_from_regex(source))
         return str(matcher.grammar_from_lark(_lark_of(source) if form == "gbnf" else source))

@@ -14,7 +14,7 @@ from edgeinfer.constraints.library import Form, one_line
 
 # A JSON Schema as an object, as JSON text, or a pydantic model.
 Schema: TypeAlias = Mapping[str, Any] | str | bool | type
-Name: TypeAlias = Literal["schema", "regex", "grammar", "choices", "json"]
+Name: TypeAlias = Literal["schema", "regex", "grammar", "choices", "json", "tools"]
 
 _VALUES = frozenset({"enum", "const", "default", "examples"})  # keywords whose values are no schemas
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
@@ -31,7 +31,7 @@ class ConstraintOptions(TypedDict, total=False):
 
     schema: Schema | None
     regex: str | None
-    grammar: str | None
+    grammar: str | Wanted | None
     choices: Sequence[str] | None
     json: bool | None
 
@@ -44,15 +44,25 @@ class Wanted:
     form: Form
     source: str
     model: Any = field(default=None, compare=False)  # the pydantic model that the answer makes, None for none
+    # Of tools, which are no option of a caller here:
+    is_json_answer: bool = field(default=False, compare=False)  # an answer without calls is JSON
+    includes_reasoning: bool = field(default=False, compare=False)  # the grammar is of all that the model writes
 
     @property
     def is_json(self) -> bool:
         """Whether the answer is JSON."""
-        return self.form == "schema"
+        return self.form == "schema" or self.is_json_answer
+
+    @property
+    def has_value(self) -> bool:
+        """Whether a complete answer has a value for the caller."""
+        return self.name != "tools" or self.is_json_answer
 
 
 def wanted_of(options: Mapping[str, Any]) -> Wanted | None:
     """The constraint that ConstraintOptions ask for, None for none. Raises InvalidArgument."""
+    if isinstance(options.get("grammar"), Wanted):
+        return cast(Wanted, options["grammar"])  # edgeinfer.chat makes it of tools, and has checked the others
     given: list[Name] = [name for name in _NAMES if options.get(name) is not None]
     if options.get("json") is False:
         given.remove("json")

@@ -64,7 +64,7 @@ class Places:
         sequence.session = best.session
         n_cached = best.session.reuse_prefix(sequence.tokens[:-1])  # the last one's logits are not kept
         if sequence.n_cached is None:
-            sequence.n_cached = n_cached
+            sequence.n_cached = min(n_cached, sequence.n_prompt)
 
     def give_back(self, sequence: Sequence) -> None:
         """The text runs no more. What it has in the cache stays as long as nobody needs the memory."""

@@ -28,6 +28,7 @@ class Request:
     free_draw: Draw | None = None
     wants_progress: bool = False  # its reader is told how much of the prompt is read
     priority: int = 0  # a text with a higher one comes first
+    begun: Sequence[int] = ()  # tokens of the text that were drawn elsewhere, with which it goes on
     deadline: float | None = None  # of time.monotonic, when the text ends as it is; None for never
 
     @property

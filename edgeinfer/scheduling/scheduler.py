@@ -104,7 +104,8 @@ class Scheduler:
                 raise EngineBusy(len(self._waiting))
             self._n_asked += 1
             sequence = Sequence(request, self._n_asked)
-            self._waiting.append(sequence)
+            if not sequence.has_ended:
+                self._waiting.append(sequence)
         return sequence
 
     def wait_for(self, *sequences: Sequence) -> None:

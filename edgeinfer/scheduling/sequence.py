@@ -30,10 +30,10 @@ class Sequence:
         """number: in the order of asking."""
         self.request = request
         self.number = number
-        self.tokens = list(request.prompt)
+        self.tokens = [*request.prompt, *request.begun]
         self.n_prompt = len(request.prompt)
-        self.n_ready = self.n_read = 0
-        self.end: End | None = None
+        self.n_ready, self.n_read = len(request.begun), 0
+        self.end: End | None = "length" if 0 < request.limit <= self.n_ready else None
         self.error: BaseException | None = None
         self.is_interrupted = self.is_cancelled = False
         self.n_cached: int | None = None

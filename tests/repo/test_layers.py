@@ -19,7 +19,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         [
             {"models.provenance", "models.tokenizer", "models.tokenization", "models.known_templates"}
             | {"models.chat_template", "models.message_form", "models.template_sandbox", "models.reasoning"}
-            | {"models.output_machines", "models.tool_calls", "models.call_syntax"},
+            | {"models.output_machines", "models.tool_calls", "models.call_syntax", "models.call_formats"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
             | {"models.draft_vocab", "models.draft_head", "models.nextn"},
@@ -48,6 +48,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ),
     ("experts on a device", [{"experimental"}]),
     ("sampling that a file asks for", [{"sampling_defaults"}]),
+    ("tools", [{"tools"}]),
     ("draft trees and costs", [{f"speculation.{name}" for name in ("tree", "verify", "timeline", "stats", "cost")}]),
     ("drafters", [{"speculation.drafters"}]),
     ("speculation", [{"speculation"}]),
@@ -57,6 +58,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
     ("engine and conversation, exporters", [{"engine", "chat", "message", "ranking"}, {"exporters"}]),
     ("loading", [{"loading", "experimental.expert_device"}]),
     ("training, measuring, batch jobs", [{"training"}, {"bench", "expert_bench"}, {"profiler"}, {"batch"}]),
+    ("server", [{"server"}]),
     ("command line", [{"cli", "__main__"}]),
 ]
 PLACES = {
@@ -79,7 +81,9 @@ HEAVY = {  # and their owners, modules or packages
     "pyopencl": "edgeinfer.backends.opencl.library",
     "pyosys": "edgeinfer.hls.synth.yosys",
     "pytorch_tokenizers": "edgeinfer.exporters.pte.library",
+    "starlette": "edgeinfer.server.library",
     "torch": "edgeinfer.training edgeinfer.exporters.pte.library",
+    "uvicorn": "edgeinfer.server.library",
 }
 ROOT_FOLDERS = {"backends", "exporters", "hls", "models", "tests"}  # none of them is a package of its own
 

@@ -51,7 +51,7 @@ def steps(folder: Path, *arguments: str, **environment: str) -> str:
     return run.stdout
 
 
-ALWAYS = {"edgeinfer", "dev", "grammar"}
+ALWAYS = {"edgeinfer", "dev", "grammar", "server"}
 SIGNS = {
     "edgeinfer": "--editable .",
     "dev": "--group dev",
@@ -59,6 +59,7 @@ SIGNS = {
     "llama": "llama-cpp-python==",
     "opencl": "pyopencl>",
     "grammar": "llguidance==",
+    "server": "uvicorn>",
     "litert": "litert-lm-api==",
     "onnx": "onnxruntime>",
     "genai": "onnxruntime-genai==",
@@ -90,7 +91,7 @@ def test_make_test_sets_up_what_is_needed(arguments: list[str], require: str, al
     assert "-m pytest" in done
 
 
-@pytest.mark.parametrize("goal, parts", [("check", ALWAYS - {"grammar"}), ("chat", {"edgeinfer", "model"})])
+@pytest.mark.parametrize("goal, parts", [("check", ALWAYS - {"grammar", "server"}), ("chat", {"edgeinfer", "model"})])
 def test_make_check_and_chat_set_up_no_more_than_they_need(goal: str, parts: set[str], tmp_path: Path) -> None:
     done = steps(tmp_path, goal)
     assert {part for part, sign in SIGNS.items() if sign in done} == parts

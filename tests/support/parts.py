@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "asan": ((), ("g++", "cmake")),
     "llama": (("llama_cpp",), ()),
     "grammar": (("llguidance", "jsonschema", "pydantic"), ()),
+    "server": (("starlette", "uvicorn"), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
     "genai": (("onnx", "onnxruntime_genai"), ()),
     "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),

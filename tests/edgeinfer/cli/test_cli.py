@@ -323,7 +323,12 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
                     variables.setdefault(name, set()).add(text)
                     assert text == variable_of(*option.opts)
                 monkeypatch.delenv(text)
-    assert set(variables) == {"chat", "generate", "batch", "profile", "bench", "imatrix", "distill", "evaluate"}
+    assert set(variables) == {
+        *("chat", "generate", "batch", "serve", "profile", "bench", "imatrix", "distill", "evaluate")
+    }
+    assert variables["serve"] - variables["generate"] == {
+        *("EDGEINFER_HOST", "EDGEINFER_PORT", "EDGEINFER_API_KEY_FILE")
+    }
     assert variables["bench"] == {"EDGEINFER_THREADS", "EDGEINFER_BUDGET"}
     assert variables["distill"] == variables["evaluate"] == variables["imatrix"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {
@@ -474,7 +479,7 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
         (
             ["run"],
-            "No such command 'run'. There are chat, generate, batch, models, cache, inspect, profile, bench, pack, ",
+            "No such command 'run'. There are chat, generate, batch, serve, models, cache, inspect, profile, bench, pack, ",
         ),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),

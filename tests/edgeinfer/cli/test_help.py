@@ -27,7 +27,9 @@ def test_no_option_is_left_out_and_none_is_shown_twice(name: str) -> None:
     assert sorted(names) == sorted([*(next(grouping.main_names(each.opts)) for each in options), "-h"])
 
 
-@pytest.mark.parametrize("name", ["chat", "generate", "profile", "bench", "export", "distill", "fpga simulate"])
+@pytest.mark.parametrize(
+    "name", ["chat", "generate", "serve", "profile", "bench", "export", "distill", "fpga simulate"]
+)
 def test_every_option_of_a_large_command_is_in_a_group(name: str) -> None:
     options = [str(each.name) for each in COMMANDS[name].params if isinstance(each, click.Option)]
     groups = dict(grouping._grouped(COMMANDS[name].name or "", options))

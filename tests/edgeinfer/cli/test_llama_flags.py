@@ -57,6 +57,10 @@ SAME = {
     "max_tokens": "--predict",
     "context": "--ctx-size",
     "out": "--output",
+    "host": "--host",
+    "port": "--port",
+    "api_key_file": "--api-key-file",
+    "aliases": "--alias",
     "device": "--device",  # what computes, by our names of devices
     "epochs": "--epochs",
 }

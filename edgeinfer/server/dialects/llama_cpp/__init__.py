@@ -1,0 +1,1 @@
+"""llama.cpp's own dialect: /completion, /infill, /tokenize, /detokenize, /apply-template, /props and /slots."""

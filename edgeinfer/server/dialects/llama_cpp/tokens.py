@@ -1,0 +1,123 @@
+"""/tokenize, /detokenize, /apply-template, /props and /slots."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from edgeinfer.chat import Conversation
+from edgeinfer.common.arguments import shown
+from edgeinfer.server.about import abilities
+from edgeinfer.server.dialects.llama_cpp.reading import text_of
+from edgeinfer.server.dialects.openai.messages import read_chat_parts
+from edgeinfer.server.exchange import Exchange
+from edgeinfer.server.fill_in import marks_of
+from edgeinfer.server.problem import Problem
+from edgeinfer.server.served import Served
+from edgeinfer.server.server import Server
+from edgeinfer.tools.options import ToolOptions
+
+
+async def tokenize(server: Server, exchange: Exchange) -> None:
+    """Token ids of a text, with their texts where asked for."""
+    body = await exchange.json()
+    text = text_of(body, "content")
+    exchange.watch()
+    async with server.models.use(_model(body)) as served, server.running(exchange, 0) as run:
+        add_special, parse_special = body.get("add_special") is True, body.get("parse_special") is not False
+        tokens: Any = await run.call(
+            lambda: served.engine.tokenize(text, add_special=add_special, parse_special=parse_special)
+        )
+        if body.get("with_pieces") is True:
+            tokens = [{"id": id, "piece": _piece(served, id)} for id in tokens]
+    await exchange.reply_json({"tokens": tokens})
+
+
+async def detokenize(server: Server, exchange: Exchange) -> None:
+    """The text of token ids."""
+    body = await exchange.json()
+    tokens = body.get("tokens")
+    async with server.models.use(_model(body)) as served:
+        n_vocab = served.engine.tokenizer.n_vocab
+        if not isinstance(tokens, list) or not all(type(id) is int and 0 <= id < n_vocab for id in tokens):
+            raise Problem(400, f"tokens must be ids 0 to {n_vocab - 1}: found {shown(tokens)}", param="tokens")
+        await exchange.reply_json({"content": served.engine.detokenize(tokens)})
+
+
+async def apply_template(server: Server, exchange: Exchange) -> None:
+    """The prompt that messages make."""
+    body = await exchange.json()
+    messages, tools = read_chat_parts(body, server.limits)
+    exchange.watch()
+    async with server.models.use(_model(body)) as served, server.running(exchange, 0) as run:
+
+        def render() -> str:
+            conversation = Conversation(served.engine)
+            conversation.messages = messages
+            return served.engine.detokenize(conversation.prompt(**cast(ToolOptions, tools)))
+
+        prompt = await run.call(render)
+    await exchange.reply_json({"prompt": prompt})
+
+
+async def props(server: Server, exchange: Exchange) -> None:
+    """What the model and the server are set to."""
+    async with server.models.use(None) as served:
+        engine, can = served.engine, abilities(served.engine)
+        tokenizer = engine.tokenizer
+        await exchange.reply_json(
+            {
+                "default_generation_settings": {"n_ctx": engine.n_ctx, "params": _params(served)},
+                "total_slots": engine.scheduler.n_parallel,
+                "model_alias": served.id,
+                "model_path": engine.path.name,
+                "chat_template": engine.template.source if can.chats else "",
+                "bos_token": "" if tokenizer.bos_id is None else tokenizer.name(tokenizer.bos_id),
+                "eos_token": "" if tokenizer.eos_id is None else tokenizer.name(tokenizer.eos_id),
+                "modalities": {"vision": False, "audio": False},
+                "can_infill": marks_of(engine) is not None,
+                "build_info": "edgeinfer",
+                "is_sleeping": False,
+            }
+        )
+
+
+async def slots(server: Server, exchange: Exchange) -> None:
+    """The places of texts, without anything of their prompts."""
+    found: list[dict[str, Any]] = []
+    for served in server.models.loaded:
+        running = [each for each in served.engine.scheduler.texts if each.session is not None]
+        for number in range(served.engine.scheduler.n_parallel):
+            text = running[number] if number < len(running) else None
+            found.append(
+                {
+                    "id": len(found),
+                    "model": served.id,
+                    "n_ctx": served.engine.n_ctx,
+                    "is_processing": text is not None,
+                    "n_prompt_tokens": 0 if text is None else text.n_prompt,
+                    "next_token": [{"n_decoded": 0 if text is None else text.n_ready}],
+                }
+            )
+    if found and exchange.query.get("fail_on_no_slot") and all(each["is_processing"] for each in found):
+        raise Problem(503, "no slot available", retry_after=1)
+    await exchange.reply_json(found)
+
+
+def _model(body: dict[str, Any]) -> str | None:
+    model = body.get("model")
+    return model if isinstance(model, str) and model else None
+
+
+def _piece(served: Served, id: int) -> str | list[int]:
+    """The text of a token, or its bytes where they are none."""
+    data = served.engine.tokenizer.token_bytes(id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
+
+
+def _params(served: Served) -> dict[str, Any]:
+    params = served.engine.default_params
+    names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+    return {name: getattr(params, name) for name in names} | {"n_predict": -1, "seed": -1}

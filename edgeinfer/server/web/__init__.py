@@ -1,0 +1,1 @@
+"""The page at /: one file, which loads nothing from elsewhere."""

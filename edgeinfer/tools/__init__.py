@@ -1,0 +1,1 @@
+"""Tools that a model may call: declared, chosen, constrained, run."""

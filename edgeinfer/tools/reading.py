@@ -1,0 +1,139 @@
+"""Reading calls of tools by the description of their format; edgeinfer.tools.grammar allows what is read here."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgeinfer.common.overriding import override
+from edgeinfer.models.call_formats import DIGITS, CallFormat
+from edgeinfer.models.call_syntax import parameters_of, python_calls, quoted_call
+from edgeinfer.models.provenance import joined, trusted
+from edgeinfer.models.tool_calls import CallReader, ToolCall, read_calls
+from edgeinfer.tools.options import Tool
+from edgeinfer.tools.schemas import types_of
+
+
+class FormatReader(CallReader):
+    """Reads the calls of a format."""
+
+    def __init__(self, format: CallFormat, tools: Sequence[Tool] = (), takes_bare: bool = True) -> None:
+        """tools: whose parameters tell a text that looks like a number from one, where the format does not.
+
+        takes_bare: where the format does.
+        """
+        self.format = format
+        self._takes_bare = takes_bare or not format.opening
+        self._parameters = {tool.name: tool.parameters for tool in tools}
+
+    @property
+    @override
+    def opening(self) -> str:
+        return self.format.opening
+
+    @property
+    @override
+    def closing(self) -> str:
+        return self.format.closing
+
+    @property
+    @override
+    def takes_bare(self) -> bool:
+        return self._takes_bare and bool(self.format.bare)
+
+    @override
+    def read(self, text: str) -> list[ToolCall]:
+        if self.format.arguments == "quoted":
+            call = quoted_call(self._without_head(text), self.format.quote)
+            return [] if call is None else [ToolCall(text, call.name, call.arguments)]
+        if self.format.arguments == "python":
+            return [ToolCall(call.text, call.name, call.arguments) for call in python_calls(text) or ()]
+        if self.format.arguments == "parameters":
+            return self._tagged(text) or read_calls(text)
+        return read_calls(text)
+
+    def _without_head(self, text: str) -> str:
+        """The text from its "call:" on; the opening is part of the head in the description."""
+        return text if text.lstrip().startswith("call:") else f"call:{text}"
+
+    def _tagged(self, text: str) -> list[ToolCall]:
+        """Calls whose name and arguments stand between tags; none if the text is anything else."""
+        opening, closing = self.format.head.removeprefix(self.opening), self.format.tail.removesuffix(self.closing)
+        middle = re.escape(self.format.middle.strip()) or r"\s*"
+        end = re.escape(closing.strip())
+        pattern = re.compile(
+            rf"\s*{re.escape(opening.strip())}([\w.-]+)\s*{middle}(.*?){end or '$'}\s*", re.DOTALL
+        )  # fmt: skip
+        found: list[ToolCall] = []
+        at = 0
+        while at < len(text):
+            call = pattern.match(text, at)
+            given = None if call is None else parameters_of(call[2], self.format.parameter)
+            if call is None or given is None:
+                return []
+            found.append(ToolCall(call[0].strip(), call[1], self._typed(call[1], given)))
+            at = call.end()
+        return found
+
+    def _typed(self, name: str, given: Mapping[str, str]) -> dict[str, Any]:
+        """Arguments with their types, as the parameters of the tool say, else as JSON where they are JSON."""
+        parameters = self._parameters.get(name, {})
+        return {key: _value_of(text, types_of(parameters, key)) for key, text in given.items()}
+
+
+def _value_of(text: str, types: frozenset[str]) -> Any:
+    """types: that the schema allows, none where it says nothing."""
+    if types == {"string"}:
+        return text
+    if types and text in _PYTHON_WORDS:
+        return _PYTHON_WORDS[text]
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    # A text in quotes keeps them, unless only a text is allowed; NaN is no JSON.
+    return text if isinstance(value, str) or value != value else value
+
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def spelled(format: CallFormat, calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls as a model writes them, marks trusted.  calls: each with name and arguments."""
+    parts: list[str] = [trusted(format.begin)]
+    for number, call in enumerate(calls):
+        parts += [trusted(format.separator) if number else "", trusted(format.head.replace(DIGITS, str(number)))]
+        parts += [call["name"], trusted(format.middle.replace(DIGITS, str(number)))]
+        parts += [*_spelled_arguments(format, call["arguments"] or {}), trusted(format.tail)]
+    return joined([*parts, trusted(format.end)])
+
+
+def _spelled_arguments(format: CallFormat, arguments: Mapping[str, Any]) -> list[str]:
+    if format.arguments == "parameters":
+        before, between, after = map(trusted, format.parameter)
+        pairs = [(before, key, between, _as_text(value), after) for key, value in arguments.items()]
+        return [part for pair in pairs for part in pair]
+    if format.arguments == "python":
+        return [", ".join(f"{key}={value!r}" for key, value in arguments.items())]
+    if format.arguments == "quoted":
+        whole = _quoted(arguments, trusted(format.quote))
+        return whole[1:-1]
+    return [json.dumps(arguments, ensure_ascii=False)]
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _quoted(value: Any, quote: str) -> list[str]:
+    if isinstance(value, str):
+        return [quote, value, quote]
+    if isinstance(value, Mapping):
+        pairs = [[",", key, ":", *_quoted(part, quote)] for key, part in value.items()]
+        return ["{", *[part for pair in pairs for part in pair][1:], "}"]
+    if isinstance(value, Sequence):
+        items = [[",", *_quoted(part, quote)] for part in value]
+        return ["[", *[part for item in items for part in item][1:], "]"]
+    return [json.dumps(value)]

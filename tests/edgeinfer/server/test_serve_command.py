@@ -1,0 +1,118 @@
+"""`edgeinfer serve` as a process: where it listens, what it refuses, how it ends."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tiny_models import write_tiny_model
+
+
+@pytest.fixture
+def start(model):
+    """Starts servers, and ends them after the test."""
+    started = []
+
+    def start(*arguments, **variables):
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGEINFER_")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "edgeinfer", "serve", "-m", str(model), "--drafter", "none", *arguments],
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=30)
+
+
+def port_of(process):
+    """Where it listens, once it does."""
+    for line in process.stderr:
+        if found := re.search(r"listening on http://127\.0\.0\.1:(\d+)", line):
+            return int(found[1])
+    raise AssertionError("it did not listen")
+
+
+def request(port, method, path, body=None, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, None if body is None else json.dumps(body), headers)
+    reply = connection.getresponse()
+    return reply.status, json.loads(reply.read())
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_answers_and_ends_on_a_signal(start, number):
+    process = start("--port", "0", "-a", "my-model", "-a", "other")
+    port = port_of(process)
+    assert request(port, "GET", "/health")[0] == 200
+    assert request(port, "GET", "/v1/models")[1]["data"][0]["id"] == "my-model"
+    for name in ("my-model", "other", "tiny", "tiny.gguf"):
+        assert request(port, "POST", "/v1/chat/completions", CHAT | {"model": name})[0] == 200
+    assert request(port, "POST", "/v1/chat/completions", CHAT | {"model": "none"})[0] == 404
+    start_of_end = time.monotonic()
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=30)
+    assert process.returncode == 0 and out == "" and time.monotonic() - start_of_end < 10
+    assert "POST /v1/chat/completions 200" in errors and "Traceback" not in errors
+
+
+def test_a_key_is_read_from_a_file_or_a_variable(start, tmp_path):
+    (tmp_path / "keys").write_text("# of the house\nsecret-one\n")
+    for arguments, variables in (
+        (("--api-key-file", str(tmp_path / "keys")), {}),
+        ((), {"EDGEINFER_API_KEY": "secret-one"}),
+    ):
+        process = start("--port", "0", "-q", *arguments, **variables)
+        port = port_of(process)
+        assert request(port, "POST", "/v1/chat/completions", CHAT)[0] == 401
+        assert request(port, "POST", "/v1/chat/completions", CHAT, authorization="Bearer secret-one")[0] == 200
+        process.terminate()
+        assert "secret" not in process.communicate(timeout=30)[1] and process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "arguments, code, said",
+    [
+        (["--host", "0.0.0.0"], 2, "--api-key-file FILE, or --no-auth"),
+        (["--host", "no.such.host.invalid"], 2, "--no-auth"),
+        (["--host", "no.such.host.invalid", "--no-auth"], 1, "cannot listen on no.such.host.invalid"),
+        (["--api-key-file", "/no/such/file"], 2, "/no/such/file"),
+    ],
+)
+def test_what_it_cannot_do_it_says_before_a_model_is_loaded(start, arguments, code, said):
+    process = start("--port", "0", *arguments)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code and said in " ".join(errors.split()), errors
+
+
+def test_a_port_that_is_taken(start):
+    process = start("--port", "0")
+    port = port_of(process)
+    other = start("--port", str(port))
+    assert other.wait(60) == 1 and "cannot listen" in other.stderr.read()
+
+
+def test_several_models_of_a_folder(start, model, tmp_path):
+    write_tiny_model(tmp_path / "other.gguf", seed=5)
+    process = start("--port", "0", "--models", str(tmp_path), "--budget", "1GiB")
+    port = port_of(process)
+    assert [each["id"] for each in request(port, "GET", "/v1/models")[1]["data"]] == ["tiny", "other"]
+    for name in ("other", "tiny"):
+        assert request(port, "POST", "/v1/chat/completions", CHAT | {"model": name})[0] == 200
+    process.terminate()
+    assert "Traceback" not in process.communicate(timeout=30)[1] and process.returncode == 0

@@ -1,0 +1,3 @@
+"""What these tests use; without llguidance those that call a model with tools are skipped."""
+
+from constrained import grammar  # noqa: F401
