@@ -206,6 +206,9 @@ def stats_lines(engine: Engine, n_past: int, last: Completion | None) -> list[st
     if (n_bytes := engine.memory_plan.expert_cache) is not None:
         share = f", {engine.experts.share:.0%} of all experts" if engine.experts is not None else ""
         lines.append(f"experts  cache of {human_bytes(n_bytes)}{share}")
+    if (contexts := engine.contexts) is not None:
+        problem = "" if contexts.problem is None else f"; nothing more is written: {contexts.problem}"
+        lines.append(f"disk     at most {human_bytes(contexts.folder.most_bytes)} of contexts{problem}")
     if (device_experts := engine.device_experts) is not None:
         lines.append(f"experts  {device_experts.describe()}")
     speculation = None if last is None else last.timings.speculation

@@ -26,6 +26,7 @@ from tiny_models import write_tiny_model
 import edgeinfer
 from edgeinfer.backends.base import SegmentedSession
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.cli.answering import stats_lines
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.completion import Completion
 from edgeinfer.context_cache import folder as folders
@@ -385,6 +386,7 @@ def test_a_full_disk_changes_no_text(path: Path, folder: Path, monkeypatch: pyte
             assert engine.generate(PROMPT, **ASKED).tokens == whole.tokens
             assert engine.contexts is not None and engine.contexts.flush(60)
             assert engine.contexts.problem == "No space left on device"
+            assert "nothing more is written: No space left on device" in "\n".join(stats_lines(engine, 0, None))
             assert engine.generate(PROMPT[:300], **ASKED).text
     assert len(names(folder)) == 2 and not list(folder.glob(".partial*"))
     found = ask(path)
