@@ -271,7 +271,7 @@ class TagsMachine(OutputMachine):
         is_fenced = text.startswith("`")
         if not text.endswith("```" if is_fenced else "}") or self._reader is None:
             return []
-        return self._reader.read(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
+        return self._reader.read_bare(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
 
 
 class ChannelsMachine(OutputMachine):

@@ -63,6 +63,10 @@ class CallReader(Protocol):
         """Whether an answer that is a JSON object with a name first, alone or as a block of code, is a call."""
         ...
 
+    def read_bare(self, text: str) -> list[ToolCall]:
+        """The call that a JSON object is; none if it is another one."""
+        ...
+
     def read(self, text: str) -> list[ToolCall]:
         """The calls of the text between the two; none if it is no such text."""
         ...

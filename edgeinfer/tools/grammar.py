@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.constraints.library import JSON_OPTIONS
 from edgeinfer.models.call_formats import DIGITS, CallFormat
 from edgeinfer.tools.options import Tool, ToolUse
@@ -192,6 +193,8 @@ def _plain(calls: _Calls, schema: str | None) -> str:
     use, format, writer = calls.use, calls.format, calls.writer
     if use.choice == "required":
         return calls.all()
+    if schema is not None and not format.opening and use.may_call:
+        return writer.json(_answer_or_call(json.loads(schema), calls), False)
     if schema is not None:
         answer = writer.json(json.loads(schema), False)
         return f"{answer} | {calls.all()}" if use.may_call else answer
@@ -209,6 +212,22 @@ def _plain(calls: _Calls, schema: str | None) -> str:
     elif format.opening:
         whole.append(f"{writer.until(format.opening)} {calls.all(format.opening)}")
     return " | ".join([*whole, calls.bare()] if format.bare else whole)
+
+
+def _answer_or_call(schema: Mapping[str, Any], calls: _Calls) -> dict[str, Any]:
+    """The schema of JSON that is an answer by a schema, or a bare call. Raises InvalidArgument if names clash."""
+    cases: list[dict[str, Any]] = [dict(schema)]
+    definitions: dict[str, dict[str, Any]] = {}
+    for tool in calls.use.callable_tools:
+        properties = {"name": {"const": tool.name}, calls.format.bare: dict(_closed(tool.parameters))}
+        case = {"type": "object", "properties": properties, "required": list(properties)}
+        cases.append({**case, "additionalProperties": False})
+    for owner in (cases[0], *(case["properties"][calls.format.bare] for case in cases[1:])):
+        for key in ("$defs", "definitions"):
+            for name, part in owner.pop(key, {}).items():
+                if definitions.setdefault(key, {}).setdefault(name, part) != part:
+                    raise InvalidArgument(f"the schema and the tools both define {name}: give one of them another name")
+    return {"anyOf": cases, **definitions}
 
 
 def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:

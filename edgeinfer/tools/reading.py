@@ -44,6 +44,15 @@ class FormatReader(CallReader):
         return self._takes_bare and bool(self.format.bare)
 
     @override
+    def read_bare(self, text: str) -> list[ToolCall]:
+        try:
+            keys = set(json.loads(text))
+        except (ValueError, TypeError, RecursionError):
+            return []
+        calls = read_calls(text) if keys == {"name", self.format.bare} else []
+        return [call for call in calls if not self._parameters or call.name in self._parameters]
+
+    @override
     def read(self, text: str) -> list[ToolCall]:
         if self.format.arguments == "quoted":
             call = quoted_call(self._without_head(text), self.format.quote)
