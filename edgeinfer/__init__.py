@@ -47,11 +47,14 @@ if TYPE_CHECKING:
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
     from edgeinfer.logprobs import Score, TokenLogprob
+    from edgeinfer.message import Message
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
+    from edgeinfer.tools.running import CallResult, Round
+    from edgeinfer.tools.selection import ToolSelection, select_tools
 
     __version__: str
 
@@ -63,6 +66,7 @@ __all__ = [
     "BadBoardFolder",
     "BadPack",
     "BudgetExceeded",
+    "CallResult",
     "Completion",
     "ConstraintError",
     "ContextOverflow",
@@ -75,6 +79,7 @@ __all__ = [
     "InvalidConstraint",
     "InvalidGGUF",
     "LoadOptions",
+    "Message",
     "ModelFileChanged",
     "ModelFileError",
     "ModelNotFound",
@@ -82,6 +87,7 @@ __all__ = [
     "NumericalError",
     "Piece",
     "Profile",
+    "Round",
     "SamplingParams",
     "Score",
     "ShapeError",
@@ -92,11 +98,13 @@ __all__ = [
     "TokenLogprob",
     "TokenizerError",
     "ToolCall",
+    "ToolSelection",
     "UnsupportedModel",
     "Usage",
     "__version__",
     "load",
     "profile",
+    "select_tools",
 ]
 
 _MODULES = {
@@ -106,11 +114,14 @@ _MODULES = {
     "loading.open": ("load",),
     "loading.options": ("LoadOptions",),
     "logprobs": ("Score", "TokenLogprob"),
+    "message": ("Message",),
     "models.reasoning": ("ToolCall",),
     "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),
     "stream": ("Stream",),
+    "tools.running": ("CallResult", "Round"),
+    "tools.selection": ("ToolSelection", "select_tools"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 
