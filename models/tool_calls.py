@@ -64,7 +64,7 @@ class CallReader(Protocol):
         ...
 
     def read_bare(self, text: str) -> list[ToolCall]:
-        """The call that a JSON object is; none if it is another one."""
+        """The calls that JSON objects are, one after the other or in a list; none if one is another object."""
         ...
 
     def read(self, text: str) -> list[ToolCall]:

@@ -146,25 +146,35 @@ class _Calls:
         elif begun:
             first = writer.text(format.head.removeprefix(begun))
         parts = [writer.text(begin) if begin else "", first, named]
-        if self.most > 1:
-            separator = writer.text(format.separator) if format.separator else ""
-            parts.append(f"({separator} {head} {named}){{0,{self.most - 1}}}")
+        separator = writer.text(format.separator) if format.separator else ""
+        parts.append(self._more(f"{separator} {head} {named}"))
         return " ".join(filter(None, [*parts, writer.text(format.end) if format.end else ""]))
 
     def bare(self) -> str:
-        """A call that is all of an answer, a JSON object or a block of code with one."""
-        writer, space = self.writer, self.writer.terminal(f"/{_SPACE}{{0,{_MOST_SPACE}}}/")
+        """Calls that are all of an answer: JSON objects in a row or a list, as they are or as a block of code."""
+        some = f"{_SPACE}{{0,{_MOST_SPACE}}}"
+        writer, space = self.writer, self.writer.terminal(f"/{some}/")
         cases = [
             f"{_quoted(json.dumps(tool.name))} {space} {_quoted(',')} {space} {_quoted(json.dumps(self.format.bare))} "
             f"{space} {_quoted(':')} {space} {self.arguments(tool)} {space} {_quoted('}')}"
             for tool in self.use.callable_tools
         ]
-        # Up to the name one terminal: any text, which goes on beside it, is refused from there on.
-        begun = rf"\{{{_SPACE}{{0,{_MOST_SPACE}}}\"name\""
         rest = writer.rule(f"{space} {_quoted(':')} {space} ({' | '.join(cases)})")
-        fence = f"```json{_SPACE}{{0,{_MOST_SPACE}}}"
-        alone, fenced = writer.terminal(f"/{_SPACE}*{begun}/"), writer.terminal(f"/{_SPACE}*{fence}{begun}/")
-        return f"{alone} {rest} | {fenced} {rest} {space} {_quoted('```')}"
+
+        # Up to the name one terminal: any text, which goes on beside it, is refused from there on.
+        begun, in_list, in_block, in_both = (
+            writer.terminal(rf"/{some}{before}\{{{some}\"name\"/")
+            for before in ("", rf"\[{some}", f"```json{some}", rf"```json{some}\[{some}")
+        )
+        row = writer.rule(f"{rest} {self._more(f'{begun} {rest}')}")
+        following = self._more(f"{space} {_quoted(',')} {begun} {rest}")
+        row_of_list = writer.rule(f"{rest} {following} {space} {_quoted(']')}")
+        fence = f"{space} {_quoted('```')}"
+        return f"{begun} {row} | {in_list} {row_of_list} | {in_block} {row} {fence} | {in_both} {row_of_list} {fence}"
+
+    def _more(self, following: str) -> str:
+        """What may come after the first call. following: one more of them."""
+        return f"({following}){{0,{self.most - 1}}}" if self.most > 1 else ""
 
     def named(self) -> str:
         """A call from its name on."""

@@ -252,6 +252,12 @@ def test_results_in_a_row_are_one_message_there(plain, monkeypatch):
         ('{"name": "go", "arguments": {"to": 1}}', 1),
         ('```json\n{\n  "name": "go",\n  "arguments": {\n    "to": 1\n  }\n}\n```', 1),
         ('\n{"name": "go", "arguments": {}}', 1),
+        ('{"name": "go", "arguments": {}}\n{"name": "stop", "arguments": {}}', 2),
+        ('[{"name": "go", "arguments": {}}, {"name": "stop", "arguments": {}}]', 2),
+        ('```json\n[\n{"name": "go", "arguments": {}}]\n```', 1),
+        ('```json\n{"name": "go", "arguments": {}}\n\n{"name": "stop", "arguments": {}}\n```', 2),
+        ('[{"name": "go"', 0),
+        ('{"name": "go", "arguments": {}, "more": 1}', 0),
         ('{"name": "go", "arguments": ', 0),
         ('{"names": 1}', 0),
         ('```python\n{"name": 1}\n```', 0),
@@ -272,4 +278,4 @@ def test_a_bare_call_is_read_and_all_else_is_text(engine, text, n_calls):
     parts.append(parser.flush()[1])
     assert len(parser.tool_calls) == n_calls
     assert "".join(parts) == ("" if n_calls else text)
-    assert (parser.call_error is None) == (n_calls > 0 or not text.startswith('{"name":'))
+    assert (parser.call_error is None) == (n_calls > 0 or not text.startswith(('{"name":', '[{"name"')))
