@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from edgeinfer.loading.open import load
     from edgeinfer.loading.options import LoadOptions
     from edgeinfer.logprobs import Score, TokenLogprob
-    from edgeinfer.message import Message
     from edgeinfer.models.reasoning import ToolCall
     from edgeinfer.profiler.report import Profile, profile
     from edgeinfer.sampling import SamplingParams
@@ -79,7 +78,6 @@ __all__ = [
     "InvalidConstraint",
     "InvalidGGUF",
     "LoadOptions",
-    "Message",
     "ModelFileChanged",
     "ModelFileError",
     "ModelNotFound",
@@ -114,7 +112,6 @@ _MODULES = {
     "loading.open": ("load",),
     "loading.options": ("LoadOptions",),
     "logprobs": ("Score", "TokenLogprob"),
-    "message": ("Message",),
     "models.reasoning": ("ToolCall",),
     "profiler.report": ("Profile", "profile"),
     "sampling": ("SamplingParams",),
