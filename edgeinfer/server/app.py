@@ -114,7 +114,7 @@ class Application:
             if problem.status == 500:
                 self._server.log_error(exchange, error)
             if exchange.status is not None:  # it broke in the midst of a reply
-                raise asyncio.CancelledError from error
+                raise ClientGone from error  # and the connection is closed
             await exchange.reply_json(error_of(exchange)(exchange, problem), problem.status, problem.headers)
 
 
