@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from edgeinfer.sampling import SamplingParams
     from edgeinfer.speculation.stats import Speculation
     from edgeinfer.stream import Stream
+    from edgeinfer.tools.running import CallResult, Round
+    from edgeinfer.tools.selection import ToolSelection, select_tools
 
     __version__: str
 
@@ -63,6 +65,7 @@ __all__ = [
     "BadBoardFolder",
     "BadPack",
     "BudgetExceeded",
+    "CallResult",
     "Completion",
     "ConstraintError",
     "ContextOverflow",
@@ -82,6 +85,7 @@ __all__ = [
     "NumericalError",
     "Piece",
     "Profile",
+    "Round",
     "SamplingParams",
     "Score",
     "ShapeError",
@@ -92,11 +96,13 @@ __all__ = [
     "TokenLogprob",
     "TokenizerError",
     "ToolCall",
+    "ToolSelection",
     "UnsupportedModel",
     "Usage",
     "__version__",
     "load",
     "profile",
+    "select_tools",
 ]
 
 _MODULES = {
@@ -111,6 +117,8 @@ _MODULES = {
     "sampling": ("SamplingParams",),
     "speculation.stats": ("Speculation",),
     "stream": ("Stream",),
+    "tools.running": ("CallResult", "Round"),
+    "tools.selection": ("ToolSelection", "select_tools"),
 }
 _PLACES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from edgeinfer.models.reasoning import OutputFormat
 
 _LINE_ENDS = "\r\n"
-_BARE_CALLS = ('{"name"', '```json{"name"')  # how a call begins that is all of an answer, without white space
+_BARE_CALL = '{"name"'  # how calls begin that are all of an answer, without white space
+_BARE_CALLS = (_BARE_CALL, f"[{_BARE_CALL}", f"```json{_BARE_CALL}", f"```json[{_BARE_CALL}")
 _BARE_LENGTH = 64  # characters within which it begins so
 _CUT = "a call of a tool was not complete when the answer ended: it is in the text"
 _UNREADABLE = "a call of a tool cannot be read: it is in the text"
@@ -249,7 +250,7 @@ class TagsMachine(OutputMachine):
         return [] if is_cut else self._reader.read(text)
 
     def _decide_on_call(self) -> bool:
-        """Whether the answer, which may be nothing but a call, has become one or surely is none."""
+        """Whether the answer, which may be nothing but calls, has become one or surely is none."""
         begun = "".join(self._rest[:_BARE_LENGTH].split())
         is_begun = begun.startswith(_BARE_CALLS)
         if is_begun or (not self._is_last and any(call.startswith(begun) for call in _BARE_CALLS)):
@@ -260,18 +261,18 @@ class TagsMachine(OutputMachine):
                 self.tool_calls += calls
                 self._take("tool call", len(self._rest))
                 self._skips_line_ends = True
-            else:
-                self.call_error = _CUT
+                return True  # another one may follow
+            self.call_error = _CUT if self._rest.strip() else self.call_error
         self._may_be_call = False
         return True
 
     def _bare_calls(self) -> list[ToolCall]:
-        """The call that the answer is, in its only element; none where it has not ended or is none."""
+        """The calls that the rest is; none where they have not ended."""
         text = self._rest.strip()
-        is_fenced = text.startswith("`")
-        if not text.endswith("```" if is_fenced else "}") or self._reader is None:
+        ending = {"`": "```", "[": "]"}.get(text[:1], "}")
+        if not text.endswith(ending) or self._reader is None:
             return []
-        return self._reader.read(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
+        return self._reader.read_bare(plain(self._format.text(text.strip("`").removeprefix("json").strip())))
 
 
 class ChannelsMachine(OutputMachine):

@@ -63,6 +63,10 @@ class CallReader(Protocol):
         """Whether an answer that is a JSON object with a name first, alone or as a block of code, is a call."""
         ...
 
+    def read_bare(self, text: str) -> list[ToolCall]:
+        """The calls that JSON objects are, one after the other or in a list; none if one is another object."""
+        ...
+
     def read(self, text: str) -> list[ToolCall]:
         """The calls of the text between the two; none if it is no such text."""
         ...

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.constraints.library import JSON_OPTIONS
 from edgeinfer.models.call_formats import DIGITS, CallFormat
 from edgeinfer.tools.options import Tool, ToolUse
@@ -145,25 +146,35 @@ class _Calls:
         elif begun:
             first = writer.text(format.head.removeprefix(begun))
         parts = [writer.text(begin) if begin else "", first, named]
-        if self.most > 1:
-            separator = writer.text(format.separator) if format.separator else ""
-            parts.append(f"({separator} {head} {named}){{0,{self.most - 1}}}")
+        separator = writer.text(format.separator) if format.separator else ""
+        parts.append(self._more(f"{separator} {head} {named}"))
         return " ".join(filter(None, [*parts, writer.text(format.end) if format.end else ""]))
 
     def bare(self) -> str:
-        """A call that is all of an answer, a JSON object or a block of code with one."""
-        writer, space = self.writer, self.writer.terminal(f"/{_SPACE}{{0,{_MOST_SPACE}}}/")
+        """Calls that are all of an answer: JSON objects in a row or a list, as they are or as a block of code."""
+        some = f"{_SPACE}{{0,{_MOST_SPACE}}}"
+        writer, space = self.writer, self.writer.terminal(f"/{some}/")
         cases = [
             f"{_quoted(json.dumps(tool.name))} {space} {_quoted(',')} {space} {_quoted(json.dumps(self.format.bare))} "
             f"{space} {_quoted(':')} {space} {self.arguments(tool)} {space} {_quoted('}')}"
             for tool in self.use.callable_tools
         ]
-        # Up to the name one terminal: any text, which goes on beside it, is refused from there on.
-        begun = rf"\{{{_SPACE}{{0,{_MOST_SPACE}}}\"name\""
         rest = writer.rule(f"{space} {_quoted(':')} {space} ({' | '.join(cases)})")
-        fence = f"```json{_SPACE}{{0,{_MOST_SPACE}}}"
-        alone, fenced = writer.terminal(f"/{_SPACE}*{begun}/"), writer.terminal(f"/{_SPACE}*{fence}{begun}/")
-        return f"{alone} {rest} | {fenced} {rest} {space} {_quoted('```')}"
+
+        # Up to the name one terminal: any text, which goes on beside it, is refused from there on.
+        begun, in_list, in_block, in_both = (
+            writer.terminal(rf"/{some}{before}\{{{some}\"name\"/")
+            for before in ("", rf"\[{some}", f"```json{some}", rf"```json{some}\[{some}")
+        )
+        row = writer.rule(f"{rest} {self._more(f'{begun} {rest}')}")
+        following = self._more(f"{space} {_quoted(',')} {begun} {rest}")
+        row_of_list = writer.rule(f"{rest} {following} {space} {_quoted(']')}")
+        fence = f"{space} {_quoted('```')}"
+        return f"{begun} {row} | {in_list} {row_of_list} | {in_block} {row} {fence} | {in_both} {row_of_list} {fence}"
+
+    def _more(self, following: str) -> str:
+        """What may come after the first call. following: one more of them."""
+        return f"({following}){{0,{self.most - 1}}}" if self.most > 1 else ""
 
     def named(self) -> str:
         """A call from its name on."""
@@ -192,6 +203,8 @@ def _plain(calls: _Calls, schema: str | None) -> str:
     use, format, writer = calls.use, calls.format, calls.writer
     if use.choice == "required":
         return calls.all()
+    if schema is not None and not format.opening and use.may_call:
+        return writer.json(_answer_or_call(json.loads(schema), calls), False)
     if schema is not None:
         answer = writer.json(json.loads(schema), False)
         return f"{answer} | {calls.all()}" if use.may_call else answer
@@ -209,6 +222,22 @@ def _plain(calls: _Calls, schema: str | None) -> str:
     elif format.opening:
         whole.append(f"{writer.until(format.opening)} {calls.all(format.opening)}")
     return " | ".join([*whole, calls.bare()] if format.bare else whole)
+
+
+def _answer_or_call(schema: Mapping[str, Any], calls: _Calls) -> dict[str, Any]:
+    """The schema of JSON that is an answer by a schema, or a bare call. Raises InvalidArgument if names clash."""
+    cases: list[dict[str, Any]] = [dict(schema)]
+    definitions: dict[str, dict[str, Any]] = {}
+    for tool in calls.use.callable_tools:
+        properties = {"name": {"const": tool.name}, calls.format.bare: dict(_closed(tool.parameters))}
+        case = {"type": "object", "properties": properties, "required": list(properties)}
+        cases.append({**case, "additionalProperties": False})
+    for owner in (cases[0], *(case["properties"][calls.format.bare] for case in cases[1:])):
+        for key in ("$defs", "definitions"):
+            for name, part in owner.pop(key, {}).items():
+                if definitions.setdefault(key, {}).setdefault(name, part) != part:
+                    raise InvalidArgument(f"the schema and the tools both define {name}: give one of them another name")
+    return {"anyOf": cases, **definitions}
 
 
 def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:

@@ -50,9 +50,9 @@ class CallOptions(TypedDict, total=False):
 
     tool_choice: "auto" (the default) leaves it to the model whether it calls, "none" lets it only answer, "required"
     only call; a name, or OpenAI's {"type": "function", "function": {"name"}}, lets it call that one, once.
-    parallel_tool_calls: whether several calls may come in one answer, which is the default.  tool_selection: how many of
-    many tools are given to the model, those that fit the message: True (the default) for 12, False for all, a number, a
-    function that makes vectors of texts, or an edgeinfer.tools.selection.ToolSelection.
+    parallel_tool_calls: whether several calls may come in one answer, which is the default.  tool_selection: how many
+    of many tools are given to the model, those that fit the message: True (the default) for 12, False for all, a
+    number, a function that makes vectors of texts, or an edgeinfer.tools.selection.ToolSelection.
     """
 
     tool_choice: str | Mapping[str, Any] | None

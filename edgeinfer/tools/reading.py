@@ -44,6 +44,20 @@ class FormatReader(CallReader):
         return self._takes_bare and bool(self.format.bare)
 
     @override
+    def read_bare(self, text: str) -> list[ToolCall]:
+        values = _objects_of(text)
+        calls = [ToolCall(written, value["name"], value[self.format.bare]) for written, value in values
+                 if self._is_call(value)]  # fmt: skip
+        return calls if len(calls) == len(values) else []
+
+    def _is_call(self, value: Any) -> bool:
+        if not isinstance(value, dict) or set(value) != {"name", self.format.bare}:
+            return False
+        name, arguments = value["name"], value[self.format.bare]
+        is_known = not self._parameters or name in self._parameters
+        return isinstance(name, str) and is_known and isinstance(arguments, dict)
+
+    @override
     def read(self, text: str) -> list[ToolCall]:
         if self.format.arguments == "quoted":
             call = quoted_call(self._without_head(text), self.format.quote)
@@ -97,7 +111,24 @@ def _value_of(text: str, types: frozenset[str]) -> Any:
     return text if isinstance(value, str) or value != value else value
 
 
+_DECODER = json.JSONDecoder()
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
+
+
+def _objects_of(text: str) -> list[tuple[str, Any]]:
+    """The JSON values of a text, one after the other or in one list, each as it is written; none if it is no JSON."""
+    found: list[tuple[str, Any]] = []
+    at = 0
+    try:
+        while at < len(text):
+            value, end = _DECODER.raw_decode(text, at)
+            found.append((text[at:end], value))
+            at = end + len(text[end:]) - len(text[end:].lstrip())
+    except (ValueError, RecursionError):
+        return []
+    if len(found) == 1 and isinstance(found[0][1], list):
+        return [(json.dumps(value, ensure_ascii=False), value) for value in found[0][1]]
+    return found
 
 
 def spelled(format: CallFormat, calls: Sequence[Mapping[str, Any]]) -> str:

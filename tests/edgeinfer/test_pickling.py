@@ -99,17 +99,21 @@ def test_a_worker_that_raises_an_error_does_not_end_the_pool():
 def example(name, engine, model):
     """An object of a public class that is no error."""
     completion = engine.generate("hello", max_tokens=4, seed=1)
+    call = edgeinfer.ToolCall("{}", "f", {"a": [1]})
     return {
+        "CallResult": lambda: edgeinfer.CallResult(call, {"b": 2}),
         "Completion": lambda: completion,
         "LoadOptions": lambda: LoadOptions(n_ctx=64, draft=("suffix",), budget="1GiB"),
         "Piece": lambda: Piece("a", (1,), "stop", "b"),
         "Profile": lambda: edgeinfer.profile(model, n_ctx=64),
+        "Round": lambda: edgeinfer.Round((call,), (edgeinfer.CallResult(call, 5),)),
         "SamplingParams": lambda: SamplingParams(logit_bias={5: False, 7: 1.5}, dry_sequence_breakers=["x"], seed=3),
         "Score": lambda: engine.score("hello", [" world"])[0],
         "Speculation": lambda: completion.timings.speculation,
         "Timings": lambda: completion.timings,
         "TokenLogprob": lambda: edgeinfer.TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.5))),
-        "ToolCall": lambda: edgeinfer.ToolCall("{}", "f", {"a": [1]}),
+        "ToolCall": lambda: call,
+        "ToolSelection": lambda: edgeinfer.ToolSelection(most=3),
         "Usage": lambda: completion.usage,
     }[name]()
 

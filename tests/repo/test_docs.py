@@ -69,11 +69,13 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/many.md", "docs/structured-output.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/python.md", "docs/many.md", "docs/structured-output.md", "docs/tools.md"]
+)
 def test_the_examples_of_a_page_run(
     page: str, default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "structured" in page and importlib.util.find_spec("llguidance") is None:
+    if page in ("docs/structured-output.md", "docs/tools.md") and importlib.util.find_spec("llguidance") is None:
         missing("grammar", "llguidance is not installed: pip install 'edgeinfer[grammar]'")
     load, files = edgeinfer.load, {"model.gguf": default_model, "small.gguf": default_model}
 

@@ -437,7 +437,8 @@ def test_json_has_the_reasoning_and_the_calls(run, thinker, monkeypatch):
     record = json.loads(result.stdout)
     assert (record["text"], record["reasoning"]) == ("Yes.", "hm") and result.stderr == ""
     text = '{"name": "f", "arguments": {"a": 1}}'
-    assert record["tool_calls"] == [{"text": text, "name": "f", "arguments": {"a": 1}}]
+    (call,) = record["tool_calls"]
+    assert call == {"text": text, "name": "f", "arguments": {"a": 1}, "id": call["id"]} and len(call["id"]) == 9
     assert 'the model asks for a tool, and there is none: f {"a": 1}' in run("chat", "-m", thinker, "-p", "x").stderr
 
 
