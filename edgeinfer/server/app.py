@@ -14,9 +14,10 @@ from edgeinfer.server.dialects.llama_cpp import tokens as llama_tokens
 from edgeinfer.server.dialects.ollama import answers as ollama_answers
 from edgeinfer.server.dialects.ollama import common as ollama_common
 from edgeinfer.server.dialects.ollama import models as ollama_models
-from edgeinfer.server.dialects.openai import chat, common, completions, models
+from edgeinfer.server.dialects.openai import chat, common, completions, models, responses
 from edgeinfer.server.exchange import ClientGone, Exchange, Receive, Scope, Send
 from edgeinfer.server.library import open_routing
+from edgeinfer.server.openapi import document, openapi
 from edgeinfer.server.operation import health, metrics
 from edgeinfer.server.problem import Problem, problem_of
 from edgeinfer.server.server import Server
@@ -28,11 +29,13 @@ ErrorOf: TypeAlias = Callable[[Exchange, Problem], Any]
 _EXCHANGE = "edgeinfer.exchange"
 ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/": {"GET": page},
+    "/openapi.json": {"GET": openapi},
     "/health": {"GET": health},
     "/v1/health": {"GET": health},
     "/metrics": {"GET": metrics},
     "/v1/chat/completions": {"POST": chat.chat},
     "/v1/completions": {"POST": completions.complete},
+    "/v1/responses": {"POST": responses.respond},
     "/v1/models": {"GET": models.list_models},
     "/v1/models/{model:path}": {"GET": models.retrieve_model},
     "/v1/embeddings": {"POST": models.embeddings},
@@ -75,6 +78,7 @@ class Application:
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        server.document = document({path: list(handlers) for path, handlers in ROUTES.items()})
         routing = open_routing()
         routes = [routing.Route(path, _Endpoint(server, path, handlers)) for path, handlers in ROUTES.items()]
         self._router = routing.Router(routes, redirect_slashes=False, default=_Endpoint(server, "", {}))
@@ -114,7 +118,7 @@ class Application:
             if problem.status == 500:
                 self._server.log_error(exchange, error)
             if exchange.status is not None:  # it broke in the midst of a reply
-                raise asyncio.CancelledError from error
+                raise ClientGone from error  # and the connection is closed
             await exchange.reply_json(error_of(exchange)(exchange, problem), problem.status, problem.headers)
 
 

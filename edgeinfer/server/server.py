@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
 from urllib.parse import quote
 
 from edgeinfer.server.access import Access
@@ -44,6 +45,7 @@ class Server:
         self.n_parallel = n_parallel
         self.n_texts = 0
         self.is_draining = False
+        self.document: dict[str, Any] = {}  # that describes the paths
         self._seconds = Summary()  # that texts took
         self._runs: set[Run] = set()
         self._of_key: dict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(limits.of_key))

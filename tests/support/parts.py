@@ -20,6 +20,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "llama": (("llama_cpp",), ()),
     "grammar": (("llguidance", "jsonschema", "pydantic"), ()),
     "server": (("starlette", "uvicorn"), ()),
+    "browser": ((), ("chromium",)),
     "onnx": (("onnx", "onnxruntime"), ()),
     "genai": (("onnx", "onnxruntime_genai"), ()),
     "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),

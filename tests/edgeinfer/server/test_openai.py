@@ -293,3 +293,12 @@ def test_the_log_has_no_prompts(server):
     server.ask(CHAT, **HELLO | {"messages": [{"role": "user", "content": "a secret thing"}]})
     server.wait(lambda: any("/v1/chat/completions 200" in line for line in server.log[n_lines:]))
     assert "secret" not in "".join(server.log)
+
+
+def test_every_path_is_described(server):
+    document = server.get("/openapi.json").json
+    assert document["openapi"] == "3.0.3" and "/v1/models/{model}" in document["paths"]
+    chat = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert set(HELLO) <= set(chat["properties"]) and chat["required"] == ["model", "messages"]
+    names = [each["operationId"] for path in document["paths"].values() for each in path.values()]
+    assert len(names) == len(set(names)) > 25

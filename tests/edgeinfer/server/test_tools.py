@@ -192,3 +192,15 @@ def test_a_history_that_no_parser_takes_is_no_failure(server):
 def test_tools_have_limits(server, change, status):
     reply = server.post("/v1/chat/completions", {"model": "tiny", "messages": QUESTION, "max_tokens": 1} | change)
     assert reply.status == status, reply.body
+
+
+def test_responses_have_an_item_for_each_call(server):
+    tool = {"type": "function", "name": "look", "description": "Look.", "parameters": PARAMETERS}
+    asked = {"model": "tiny", "input": "hello", "tools": [tool], "tool_choice": "required", "seed": 2}
+    said = server.ask("/v1/responses", **asked, parallel_tool_calls=False)
+    (item,) = said["output"]
+    assert item["type"] == "function_call" and item["name"] == "look" and said["status"] == "completed"
+    assert json.loads(item["arguments"])["at"] in ("home", "sea")
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "waves"}
+    history = [{"role": "user", "content": "hello"}, item, result]
+    assert server.ask("/v1/responses", model="tiny", input=history, tools=[tool], max_output_tokens=2)["output"]

@@ -1,0 +1,54 @@
+"""OpenAI's /v1/responses, without anything that is stored."""
+
+import json
+
+import pytest
+
+PATH = "/v1/responses"
+HELLO = {"model": "tiny", "input": "hello", "max_output_tokens": 8, "seed": 3}
+
+
+def answer(engine, system=None):
+    chat = engine.chat(system)
+    chat.messages = [*chat.messages, {"role": "user", "content": "hello"}]
+    stream = chat.stream(max_tokens=8, seed=3)
+    for _ in stream:
+        pass
+    return stream.completion
+
+
+def test_a_response_has_the_text_of_the_engine(server, engine):
+    expected = answer(engine, "be brief")
+    said = server.ask(PATH, **HELLO, instructions="be brief", store=True)
+    (item,) = said["output"]
+    assert said["object"] == "response" and item["type"] == "message" and item["status"] == "completed"
+    assert item["content"][0]["text"] == expected.text and said["store"] is False
+    assert said["status"] == "incomplete" and said["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert said["usage"]["input_tokens"] == expected.usage.prompt_tokens and said["usage"]["output_tokens"] == 8
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+    parts = server.ask(PATH, **HELLO | {"input": items}, instructions="be brief")
+    assert parts["output"][0]["content"] == item["content"]
+
+
+def test_events_are_numbered_and_in_order(server, engine):
+    body = server.post(PATH, HELLO | {"stream": True}).body.decode()
+    events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    names = [event["type"].removeprefix("response.") for event in events]
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert names == [
+        *("created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas)),
+        *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
+    ]
+    assert "".join(deltas) == answer(engine).text == events[-1]["response"]["output"][0]["content"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"previous_response_id": "resp_1"}, {"input": []}, {"truncation": "auto"}, {"reasoning": {"effort": "low"}}]
+    + [{"tools": [{"type": "web_search"}]}, {"input": [{"type": "item_reference", "id": "x"}]}, {"unknown": 1}],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(server, change):
+    reply = server.post(PATH, HELLO | change)
+    assert reply.status == 400 and reply.json["error"]["message"]
