@@ -292,10 +292,7 @@ class Engine(OfOneProcess):
         tokens = self._prompt_tokens(prompt)
         room = self.n_ctx - len(tokens)
         limit = min(_most_tokens(max_tokens), room)
-        constraint_options, sampling = split_options(options)
-        wanted = wanted_of(constraint_options)
-        chosen = self._chosen_params(params, sampling)
-        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
+        chosen, constraint = self._choices(params, options, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         drawn = self._begun_tokens(begun, room, n_alternatives)
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
@@ -472,6 +469,15 @@ class Engine(OfOneProcess):
         self.close()
 
     # ---- A request ---------------------------------------------------------------------------------------------------
+
+    def _choices(
+        self, params: SamplingParams | None, options: ChoiceOptions, n_prompt: int, output: Output | None
+    ) -> tuple[SamplingParams, ConstraintState | None]:
+        """How tokens are chosen, and among which."""
+        constraint_options, sampling = split_options(options)
+        wanted = wanted_of(constraint_options)
+        chosen = self._chosen_params(params, sampling)
+        return chosen, None if wanted is None else self._constraint(wanted, n_prompt, output)
 
     def _chosen_params(self, params: object, sampling: Mapping[str, Any]) -> SamplingParams:
         """What a request asks for, with a seed. Raises InvalidArgument."""

@@ -480,7 +480,7 @@ def test_an_error_is_a_line_on_stderr_and_an_exit_code(run, command, arguments, 
         (["chatt"], "No such command 'chatt'. Did you mean chat?"),
         (
             ["run"],
-            "No such command 'run'. There are chat, generate, batch, serve, models, cache, inspect, profile, bench, pack, ",
+            "No such command 'run'. There are chat, generate, batch, serve, models, cache, inspect, profile, bench, ",
         ),
         (["model.gguf"], "model.gguf is no command: edgeinfer chat -m model.gguf talks with a model"),
         (["bench", "-m", "model.gguf"], "Name the file without it: edgeinfer bench FILE"),
