@@ -268,14 +268,10 @@ void bind_segments(nb::class_<SequenceState>& state) {
             },
             "segment"_a, "A value that this segment never has again once the sequence was cut before its end.")
         .def("copy_segment", &copy_segment, "layer"_a, "segment"_a, "n_tokens"_a, "stamp"_a, "to"_a,
-             "Copy a layer of a segment with so many committed tokens; gives False where it is gone, or was cut since "
-             "it had "
-             "this stamp.")
+             "Copy a layer of a segment with so many committed tokens; gives False where it is gone or was cut since.")
         .def("read_segment", &read_segment, "parts"_a, "n_tokens"_a,
              "Commit the first tokens of one more segment from files; gives False where bytes are not as their sum "
-             "says, None where memory "
-             "is "
-             "missing, and changes nothing then. parts: (layers, descriptor, name, at, before, sum).");
+             "says, None where memory is missing. parts: (layers, descriptor, name, at, before, sum).");
 }
 
 void bind_enums(nb::module_& m) {
