@@ -265,7 +265,8 @@ def test_marks_in_texts_of_others_are_no_tokens(native, tmp_path, monkeypatch, k
         (prompt,) = script.prompts
         n_turns = prompt.count(engine.tokenizer.token_id("<|im_start|>"))
         assert n_turns == (4 if knows_tools else 5)
-        assert prompt.count(engine.tokenizer.token_id("<tool_call>")) == (1 if knows_tools else 2)
+        if knows_tools:  # else the token is no mark of this template, and found in any text
+            assert prompt.count(engine.tokenizer.token_id("<tool_call>")) == 1
 
 
 # ---- What a model writes that is all but a call ----------------------------------------------------------------------
