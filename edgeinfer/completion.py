@@ -12,8 +12,8 @@ from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.stats import Speculation
 
 FinishReason: TypeAlias = Literal["stop", "length", "repetition", "interrupted", "timeout"]
-"""Why the text ended: the model or a stop string ended it, max_tokens or n_ctx was reached, it only repeated itself
-(SamplingParams.loop_guard), somebody stopped it, its time was over."""
+"""Why the text ended: the model or a stop string ended it, max_tokens or n_ctx was reached, it only repeated itself, or
+its calls of tools did (SamplingParams.loop_guard), somebody stopped it, its time was over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,7 @@ class Record:
         self._text: list[str] = []
         self._tokens: list[int] = []
         self._calls: list[ToolCall] = []  # of tools that have ended
+        self._n_calls = 0  # of the output, that were looked at
         self.logprobs: list[TokenLogprob] = []  # of the tokens drawn, where asked for; some are not pushed yet
         self._seconds: list[float] = []  # of each token drawn, a stop token included; the first holds the prompt's
 
@@ -287,11 +288,14 @@ class Record:
 
     def _new_calls(self) -> tuple[ToolCall, ...]:
         """The calls of tools that have ended since the last piece, with their ids."""
-        found = self._output.tool_calls[len(self._calls) :]
-        new = [
-            replace(call, id=call_id(self.n_prompt, number, call.text))
-            for number, call in enumerate(found, start=len(self._calls))
-        ]
+        found = self._output.tool_calls
+        new: list[ToolCall] = []
+        for number in range(self._n_calls, len(found)):
+            if self._guard is not None and _is_in_circle(found[:number], found[number]):
+                self.repeats = True  # the answer ends here, and the call is not made again
+            elif not self.repeats:
+                new.append(replace(found[number], id=call_id(self.n_prompt, number, found[number].text)))
+        self._n_calls = len(found)
         self._calls += new
         return tuple(new)
 
@@ -307,6 +311,12 @@ class Record:
             reads[1].since(reads[0]) if len(reads) > 1 else None,
             reads[-1].since(reads[1]) if len(reads) > 1 else None,
         )
+
+
+def _is_in_circle(before: SequenceOf[ToolCall], call: ToolCall) -> bool:
+    """Whether calls go round in a circle: one comes again after another one, or for the third time in a row."""
+    places = [place for place, each in enumerate(before) if (each.name, each.arguments) == (call.name, call.arguments)]
+    return call.name is not None and (len(places) > 1 or (bool(places) and places[0] < len(before) - 1))
 
 
 class StopStrings:

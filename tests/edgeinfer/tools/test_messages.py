@@ -76,6 +76,25 @@ def test_a_piece_tells_when_a_call_has_ended(engine, script):
     assert len(pieces) // 3 < first < len(pieces) * 2 // 3
 
 
+@pytest.mark.parametrize(
+    "order, kept", [("aa", "aa"), ("aaa", "aa"), ("aba", "ab"), ("abab", "ab"), ("abc", "abc"), ("aab", "aab")]
+)
+def test_calls_that_go_round_end_the_answer(engine, script, order, kept):
+    calls = [CALL.replace('"é"', f'"{each}"') for each in order]
+    script.emit("\n".join(calls))
+    answer = engine.chat().send("q")
+    pieces = list(answer)
+    completion = answer.completion
+    assert "".join(call.arguments["at"] for call in completion.tool_calls) == kept
+    assert tuple(call for piece in pieces for call in piece.tool_calls) == completion.tool_calls
+    assert completion.finish_reason == ("stop" if order == kept else "repetition") and completion.text == ""
+    script.emit("\n".join(calls))
+    free = engine.chat().send("q", loop_guard=0)
+    for _ in free:
+        pass
+    assert len(free.completion.tool_calls) == len(order)
+
+
 def test_results_go_to_the_model_with_the_ids_of_their_calls(engine, script):
     chat = asked(engine, script)
     first, second = [call["id"] for call in chat.messages[-1]["tool_calls"]]
