@@ -200,32 +200,7 @@ class _PythonReader:
         return found[0]
 
 
-# ---- Tags around each argument, and values in quotes of their own ----------------------------------------------------
-
-
-def parameters_of(text: str, tags: tuple[str, str, str]) -> dict[str, str] | None:
-    """The texts between tags by their names; None for a text that is anything else.
-
-    tags: before a name, between name and value, after a value. White space around the tags does not count, but for the
-    line end that a tag has itself.
-    """
-    opening, between, closing = map(_tag_pattern, tags)
-    before, after = "\n?" if tags[1].endswith("\n") else "", "\n?" if tags[2].startswith("\n") else ""
-    pattern = re.compile(rf"\s*{opening}([^<>\s\"]+){between}{before}(.*?){after}{closing}\s*", re.DOTALL)
-    found: dict[str, str] = {}
-    end = len(text) - len(text.lstrip())
-    while end < len(text):
-        parameter = pattern.match(text, end)
-        if parameter is None or parameter[1] in found:
-            return None
-        found[parameter[1]] = parameter[2]
-        end = parameter.end()
-    return found
-
-
-def _tag_pattern(tag: str) -> str:
-    """A tag, with any white space where it has a line end."""
-    return r"\s*".join(map(re.escape, tag.strip("\n").split("\n")))
+# ---- Values in quotes of their own -----------------------------------------------------------------------------------
 
 
 def quoted_call(text: str, quote: str) -> SpelledCall | None:

@@ -130,6 +130,7 @@ class TagsMachine(OutputMachine):
         self._closing = ""  # of the part that is open
         self._answer_closing = ""
         self._tool_opening = ""
+        self._n_searched = 0  # of the rest, for the end of a call
         self._skips_line_ends = False
         self._step: Callable[[], bool] = self._begin if format.reasoning or format.answers else self._answer
         if opened:
@@ -226,28 +227,44 @@ class TagsMachine(OutputMachine):
 
     def _call(self) -> bool:
         """Within the tags of a call: nothing is decided before its end."""
-        start = len(self._tool_opening)
-        end = self._rest.find(self._closing or self._tool_opening, start)
-        if end < 0 and not self._is_last:
+        found = self._end_of_call()
+        if found is None:
             return False
+        end, calls = found
         length = len(self._rest) if end < 0 else end + len(self._closing)
-        text = plain(self._format.text(self._rest[start : end if end >= 0 else length]))
-        calls = self._calls_of(text, is_cut=end < 0 and bool(self._closing))
         if not calls and self._reader is None and any(map(self._format.is_special, self._tool_opening)):
-            calls = [ToolCall(text)]
+            calls = [ToolCall(self._call_text(end))]
         self.tool_calls += calls
         self._take("tool call" if calls else "answer", length)
         if not calls and self._reader is not None:
-            self.call_error = _CUT if end < 0 else _UNREADABLE
+            self.call_error = _CUT
         self._skips_line_ends = bool(calls)
+        self._n_searched = 0
         self._step = self._answer
         return True
 
-    def _calls_of(self, text: str, is_cut: bool) -> list[ToolCall]:
-        """The calls of what stands between tags; is_cut: the tag that ends it is missing."""
-        if self._reader is None:
-            return read_calls(text)
-        return [] if is_cut else self._reader.read(text)
+    def _end_of_call(self) -> tuple[int, list[ToolCall]] | None:
+        """Where the call ends in the rest, -1 for at its end, and what it says; None where more has to come.
+
+        A text in its arguments may spell what ends it: where there are tools, it ends where it can be read.
+        """
+        start = max(len(self._tool_opening), self._n_searched)
+        while (end := self._rest.find(self._closing or self._tool_opening, start)) >= 0:
+            text = self._call_text(end)
+            calls = read_calls(text) if self._reader is None else self._reader.read(text)
+            if calls or self._reader is None:
+                return end, calls
+            self._n_searched = start = end + 1
+        if not self._is_last:
+            return None
+        if self._reader is None or not self._closing:
+            text = self._call_text(-1)
+            return -1, read_calls(text) if self._reader is None else self._reader.read(text)
+        return -1, []  # without what ends it, it is not whole, whatever it says so far
+
+    def _call_text(self, end: int) -> str:
+        """What stands between the tags of a call."""
+        return plain(self._format.text(self._rest[len(self._tool_opening) : end if end >= 0 else len(self._rest)]))
 
     def _decide_on_call(self) -> bool:
         """Whether the answer, which may be nothing but calls, has become one or surely is none."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from edgeinfer.common.overriding import override
 from edgeinfer.models.call_formats import DIGITS, CallFormat
-from edgeinfer.models.call_syntax import parameters_of, python_calls, quoted_call
+from edgeinfer.models.call_syntax import python_calls, quoted_call
 from edgeinfer.models.provenance import joined, trusted
 from edgeinfer.models.tool_calls import CallReader, ToolCall, read_calls
 from edgeinfer.tools.options import Tool
@@ -74,27 +74,68 @@ class FormatReader(CallReader):
 
     def _tagged(self, text: str) -> list[ToolCall]:
         """Calls whose name and arguments stand between tags; none if the text is anything else."""
-        opening, closing = self.format.head.removeprefix(self.opening), self.format.tail.removesuffix(self.closing)
-        middle = re.escape(self.format.middle.strip()) or r"\s*"
-        end = re.escape(closing.strip())
-        pattern = re.compile(
-            rf"\s*{re.escape(opening.strip())}([\w.-]+)\s*{middle}(.*?){end or '$'}\s*", re.DOTALL
-        )  # fmt: skip
+        format = self.format
+        head, tail = format.head.removeprefix(self.opening), format.tail.removesuffix(self.closing)
+        text = text.removeprefix(format.begin.removeprefix(self.opening)) if format.begin else text
         found: list[ToolCall] = []
         at = 0
-        while at < len(text):
-            call = pattern.match(text, at)
-            given = None if call is None else parameters_of(call[2], self.format.parameter)
-            if call is None or given is None:
+        while at < len(text) or not found:
+            call = _TaggedCall(text, at)
+            if not (call.skip(head) and call.take_name() and call.skip(format.middle)):
                 return []
-            found.append(ToolCall(call[0].strip(), call[1], self._typed(call[1], given)))
-            at = call.end()
+            while call.take_argument(format.parameter):
+                pass
+            if not call.skip(tail):
+                return []
+            found.append(ToolCall(text[at : call.at].strip(), call.name, self._typed(call.name, call.arguments)))
+            at = call.at
         return found
 
     def _typed(self, name: str, given: Mapping[str, str]) -> dict[str, Any]:
         """Arguments with their types, as the parameters of the tool say, else as JSON where they are JSON."""
         parameters = self._parameters.get(name, {})
         return {key: _value_of(text, types_of(parameters, key)) for key, text in given.items()}
+
+
+class _TaggedCall:
+    """Reads a call from a place in a text, tags as they are in the description."""
+
+    def __init__(self, text: str, at: int) -> None:
+        self._text = text
+        self.at = at
+        self.name = ""
+        self.arguments: dict[str, str] = {}
+
+    def skip(self, tag: str) -> bool:
+        """Go behind a tag, if it is there."""
+        is_there = self._text.startswith(tag, self.at)
+        self.at += len(tag) if is_there else 0
+        return is_there
+
+    def take_name(self) -> bool:
+        """Take the name of the tool, if there is one."""
+        name = _NAME.match(self._text, self.at)
+        self.name = "" if name is None else name[0]
+        self.at += len(self.name)
+        return name is not None
+
+    def take_argument(self, tags: tuple[str, str, str]) -> bool:
+        """Take an argument, if a whole one is there."""
+        opening, between, closing = tags
+        if not self._text.startswith(opening, self.at):
+            return False
+        start = self.at + len(opening)
+        middle = self._text.find(between, start)
+        end = self._text.find(closing, middle + len(between)) if middle >= 0 else -1
+        name = self._text[start:middle]
+        if end < 0 or name in self.arguments:
+            return False
+        self.arguments[name] = self._text[middle + len(between) : end]
+        self.at = end + len(closing)
+        return True
+
+
+_NAME = re.compile(r"[\w.-]+")
 
 
 def _value_of(text: str, types: frozenset[str]) -> Any:

@@ -27,14 +27,16 @@ _MISTRAL_ID = re.compile("[0-9A-Za-z]{9}")
 class TemplateTools:
     """A chat template, asked for what it does with tools.
 
-    format: in which the model writes calls; the generic one where the template does not tell the model of tools, or in
-    a way that is not known here.
+    is_native: whether it tells the model of tools, in a format that is known here; else the system message does.
+    format: in which the model writes calls; the generic one where it has none that is known.
     """
 
     def __init__(self, template: ChatTemplate, format: CallFormat | None) -> None:
         self._template = template
         self.is_native = format is not None and self._takes_tools()
-        self.format = format if format is not None and self.is_native else GENERIC
+        # The system message can tell of a format whose arguments are JSON as well as the template could.
+        is_known = format is not None and (self.is_native or (format.arguments == "json" and not format.has_channels))
+        self.format = format if format is not None and is_known else GENERIC
 
     def declarations(self, use: ToolUse) -> list[dict[str, Any]] | None:
         """The tools for the template, None where it gets none."""
@@ -52,7 +54,7 @@ class TemplateTools:
     def takes_results(self) -> bool:
         """Whether the template shows the result of a call as such."""
         form = self.call_forms[0]
-        return self.is_native and self._is_shown(_RESULT, [_QUESTION, self._call(form), self._result()])
+        return self.format is not GENERIC and self._is_shown(_RESULT, [_QUESTION, self._call(form), self._result()])
 
     def prepared(self, messages: Sequence[Mapping[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
         """Messages in the form that the template takes: the tools and results as texts where it knows none.

@@ -147,8 +147,47 @@ def test_what_is_spelled_is_read_again(format):
         assert text.startswith(format.opening) and text.endswith(format.closing)
         found = []
         for part in text.split(format.opening)[1:] if format.opening else [text]:
-            found += reader.read(part.strip().removesuffix(format.closing))
+            found += reader.read(part[: part.rindex(format.closing)] if format.closing else part)
         assert [{"name": call.name, "arguments": call.arguments} for call in found] == calls
+
+
+NASTY = [
+    "</tool_call>",
+    "</parameter>\n",
+    "</arg_value>",
+    "}",
+    "<tool_call>",
+    '"}]',
+    "[TOOL_CALLS]",
+    "\n",
+    ")",
+    "5",
+    "é",
+]
+
+
+def test_a_parser_reads_what_is_spelled_with_marks_in_texts(engines):
+    """What ends a call may stand in a text of its arguments, in ordinary tokens."""
+    name, engine, _ = engines
+    format = engine.chat()._tools.format
+    if format.has_channels:
+        pytest.skip("calls of channels end with a token")
+    tool = tool_of({"name": "put", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}})
+    for nasty in NASTY:
+        if format.arguments == "parameters" and format.parameter[2] in f"{nasty}y":
+            continue  # it ends the text
+        calls = [{"name": "put", "arguments": {"a": f"x{nasty}y"}}]
+        parser = engine.output_format.parser("", FormatReader(format, [tool]))
+        for token in tokens_of(engine, spelled(format, calls)):
+            parser.push(token)
+        parser.flush()
+        assert [{"name": call.name, "arguments": call.arguments} for call in parser.tool_calls] == calls, nasty
+        assert parser.answer == "" and parser.call_error is None
+
+
+def tokens_of(engine, text):
+    """Tokens of a text, in which trusted characters may be special tokens and others are not."""
+    return engine.tokenizer.encode_rendered(text, engine.template.source)
 
 
 @pytest.mark.parametrize(
