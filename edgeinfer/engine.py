@@ -279,10 +279,9 @@ class Engine(OfOneProcess):
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
         and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
         Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
-        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  schema, regex,
-        grammar, choices, json: what the completion may be, one of them; see
-        edgeinfer.constraints.options.ConstraintOptions.  begun: the first tokens of the completion, which another
-        process has drawn with the same options and seed: the stream has them, and goes on as that would have.
+        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun: its first
+        tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.  schema,
+        regex, grammar, choices, json: what it may be, one of them; see edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
         for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
         NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
@@ -290,11 +289,12 @@ class Engine(OfOneProcess):
         self._check_open()
         check_callback("progress", progress)
         tokens = self._prompt_tokens(prompt)
-        room = self.n_ctx - len(tokens)
-        limit = min(_most_tokens(max_tokens), room)
-        chosen, constraint = self._choices(params, options, len(tokens), output)
+        limit = min(_most_tokens(max_tokens), self.n_ctx - len(tokens))
+        constraint_options, sampling = split_options(options)
+        chosen, wanted = self._chosen_params(params, sampling), wanted_of(constraint_options)
+        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
-        drawn = self._begun_tokens(begun, room, n_alternatives)
+        drawn = self._begun_tokens(begun, len(tokens), n_alternatives)
         record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
         record.expert_reads = None if self.experts is None else self.experts.reads
         if limit == 0:
@@ -470,15 +470,6 @@ class Engine(OfOneProcess):
 
     # ---- A request ---------------------------------------------------------------------------------------------------
 
-    def _choices(
-        self, params: SamplingParams | None, options: ChoiceOptions, n_prompt: int, output: Output | None
-    ) -> tuple[SamplingParams, ConstraintState | None]:
-        """How tokens are chosen, and among which."""
-        constraint_options, sampling = split_options(options)
-        wanted = wanted_of(constraint_options)
-        chosen = self._chosen_params(params, sampling)
-        return chosen, None if wanted is None else self._constraint(wanted, n_prompt, output)
-
     def _chosen_params(self, params: object, sampling: Mapping[str, Any]) -> SamplingParams:
         """What a request asks for, with a seed. Raises InvalidArgument."""
         if params is None:
@@ -622,13 +613,13 @@ class Engine(OfOneProcess):
         ids: list[int] = check_tokens(tokens, self.session.spec.n_vocab, 0, self.n_ctx).tolist()
         return ids
 
-    def _begun_tokens(self, begun: SequenceOf[int], room: int, n_alternatives: int | None) -> list[int]:
+    def _begun_tokens(self, begun: SequenceOf[int], n_prompt: int, n_alternatives: int | None) -> list[int]:
         """The argument `begun`, checked. Raises as `stream`."""
         if not begun:
             return []
         if n_alternatives is not None:
             raise InvalidArgument("a completion that goes on has no log probabilities: leave out logprobs")
-        tokens: list[int] = check_tokens(begun, self.session.spec.n_vocab, 0, room).tolist()
+        tokens: list[int] = check_tokens(begun, self.session.spec.n_vocab, n_prompt, self.n_ctx).tolist()
         if any(token in self.tokenizer.stop_ids for token in tokens):
             raise InvalidArgument("what was begun has a token in it that ends a text: there is nothing to go on with")
         return tokens

@@ -26,6 +26,10 @@ def chromium() -> str:
     return found
 
 
+class BrowserError(Exception):
+    """A command that the browser refuses, such as one to a page that is just left."""
+
+
 class Browser:
     """Runs until the end of the block."""
 
@@ -58,7 +62,8 @@ class Browser:
         while True:
             answer = self._next(end)
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise BrowserError(answer["error"])
                 return answer["result"]
 
     def _next(self, end: float) -> dict[str, Any]:
@@ -126,10 +131,14 @@ class Tab:
     def wait(self, script: str) -> Any:
         """Wait until an expression is true."""
         end = time.monotonic() + SECONDS
-        while not (found := self.run(script)):
+        while True:
+            try:
+                if found := self.run(script):
+                    return found
+            except BrowserError:  # the page is being loaded again
+                pass
             assert time.monotonic() < end, f"it never came to {script}: {self.run('document.body.innerText')}"
             time.sleep(0.02)
-        return found
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)

@@ -130,3 +130,8 @@ def test_a_model_with_marks_fills_in(tmp_path):
             "/infill", input_prefix="hello", input_suffix="world", input_extra=extra, prompt="more", **OPTIONS
         )
         assert said["content"] == engine.generate(more, max_tokens=8, seed=3).text
+
+
+@pytest.mark.parametrize("bias", [[3], [[3]], "a", [["x", 1]], {"a": "b"}, [[3, "a"]]], ids=str)
+def test_a_bias_that_is_none_is_refused(server, bias):
+    assert server.post("/completion", {"prompt": "hello", "logit_bias": bias}).status == 400

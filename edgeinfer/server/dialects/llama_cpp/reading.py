@@ -75,6 +75,8 @@ def _read_option(name: str, value: Any, options: dict[str, Any], asked: Asked) -
         seed = check_integer(name, value, -1)
         options["seed"] = None if seed in (-1, 0xFFFFFFFF) else seed
     elif name == "logit_bias":
+        if isinstance(value, list) and not all(isinstance(each, list) and len(each) == 2 for each in value):
+            raise Problem(400, "logit_bias must be a list of [token id, bias]", param=name)
         options["logit_bias"] = [tuple(each) for each in value] if isinstance(value, list) else value
     elif own in SamplingOptions.__annotations__ or name in ("regex", "choices"):
         options[own] = value
