@@ -145,7 +145,8 @@ void the_rest_of_a_layer(const Kernels& kernels) {
         if (i % 3) x[i] = numbers.uniform() * (i % 3 == 1 ? 1e-6f : 1.0f);
     }
     SequenceState cache({KvType::F16, 16, 16, {KvSizes{1, 1019, 0}}});
-    cache.reserve(16);
+    const SequencePool::Want want[] = {{&cache, 16}};
+    SequencePool::reserve(want);
     const KvHead head = cache.head(0, 0);
     kernels.store_key_value(head, 3, x.data(), x.data());
     std::memcpy(halves.data(), head.base + head.values_at + 3 * head.value_bytes, 2 * halves.size());
