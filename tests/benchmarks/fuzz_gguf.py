@@ -183,7 +183,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.gguf"
         if arguments.hybrid:
-            model = write_tiny_hybrid(path, arguments.hybrid, "Q4_0")
+            n_nextn = 0 if arguments.hybrid.startswith("lfm2") else 1
+            model = write_tiny_hybrid(path, arguments.hybrid, "Q4_0", n_nextn=n_nextn)
         else:
             model = arguments.model or write_tiny_model(path, "llama", "Q4_0", n_embd=64, n_layers=1)
         data = model.read_bytes()
