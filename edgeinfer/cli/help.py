@@ -46,7 +46,7 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that ha
     "generate": _ASKED,
     "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
     "serve": {
-        "Model": (*_MODEL, "others", "aliases", "any_model"),
+        "Model": (*_MODEL, "others", "aliases", "any_model", "tbt"),
         "Server": ("host", "port", "api_key_file", "no_auth", "hosts", "origins", "quiet"),
         "Memory": (*_MEMORY, *_EXPERTS),
         "Speculation": _SPECULATION,

@@ -67,7 +67,7 @@ class Scheduler:
         self.speculator: Speculator | None = None
         self.contexts: ContextCache | None = None
         self.most_waiting = MOST_WAITING
-        self._pace = Pace() if pace is None else pace
+        self.pace = Pace() if pace is None else pace
         self._places = Places(session, n_parallel)
         self._model, self._n_batch = session.model, n_batch
         self._condition = threading.Condition(threading.RLock())
@@ -274,7 +274,7 @@ class Scheduler:
         except BaseException as error:
             self._failed(running, error)
         else:
-            self._pace.count(len(chosen.decoding), sum(_n_of(rows) for _, rows in chosen.reading), 1e3 * seconds)
+            self.pace.count(len(chosen.decoding), sum(_n_of(rows) for _, rows in chosen.reading), 1e3 * seconds)
         return True
 
     def _load(self, loading: SequenceOf[Sequence], seconds: float) -> None:
@@ -298,7 +298,7 @@ class Scheduler:
         if reading and room > 0:
             now = time.monotonic()
             reading.sort(key=lambda each: each.n_to_read - 1e3 * _AGEING * (now - each.since))
-            budget = self._pace.piece(len(chosen.decoding), room)
+            budget = self.pace.piece(len(chosen.decoding), room)
             for sequence in reading:
                 n = min(sequence.n_to_read - (not sequence.needs_logits), budget)
                 if n <= 0:
