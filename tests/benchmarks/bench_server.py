@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import shlex
 import socket
 import statistics
@@ -50,7 +51,7 @@ class Measured:
         for name, values in (("first", self.first_ms), ("gap", self.gap_ms)):
             ordered = sorted(values)
             found[f"{name}_ms"] = round(statistics.median(ordered), 2)
-            found[f"{name}_p95_ms"] = round(ordered[int(0.95 * (len(ordered) - 1))], 2)
+            found[f"{name}_p95_ms"] = round(ordered[math.ceil(0.95 * len(ordered)) - 1], 2)
         return found
 
 
