@@ -17,6 +17,7 @@ One JSON line on stdout at the end.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -87,6 +88,18 @@ class LlamaCpp:
         self.batch = llama_cpp.llama_batch_init(N_BATCH, 0, 1)
         for first in range(0, n_context, N_BATCH):
             self._decode(first, min(N_BATCH, n_context - first), "last")
+        self.state = self._saved_state()
+
+    def _saved_state(self) -> Any:
+        """What is restored after each pass of a model with recurrent layers, which give nothing back; else None."""
+        lib, context, model = self.lib, self.model.ctx, self.model.model
+        if not (lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model)):
+            return None
+        n_bytes = lib.llama_state_seq_get_size(context, 0)
+        state = (ctypes.c_uint8 * n_bytes)()
+        if lib.llama_state_seq_get_data(context, state, n_bytes, 0) != n_bytes:
+            raise RuntimeError("llama.cpp did not give its state")
+        return state
 
     def _decode(self, first: int, n: int, logits: str) -> float:
         batch = self.batch
@@ -108,7 +121,12 @@ class LlamaCpp:
 
     def seconds(self, n: int) -> float:
         elapsed = self._decode(self.n_context, n, "all" if n <= 16 else "last")
-        self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.model.ctx), 0, self.n_context, -1)
+        memory = self.lib.llama_get_memory(self.model.ctx)
+        if self.state is None:
+            self.lib.llama_memory_seq_rm(memory, 0, self.n_context, -1)
+        else:
+            self.lib.llama_memory_clear(memory, True)
+            self.lib.llama_state_seq_set_data(self.model.ctx, self.state, len(self.state), 0)
         return elapsed
 
 
