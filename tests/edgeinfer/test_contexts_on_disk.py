@@ -30,6 +30,7 @@ from edgeinfer.cli.answering import stats_lines
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.completion import Completion
 from edgeinfer.context_cache import folder as folders
+from edgeinfer.context_cache import model_content
 from edgeinfer.context_cache.blocks import HEADER_BYTES, Block, block_of
 from edgeinfer.context_cache.cache import contexts_folder
 from edgeinfer.context_cache.folder import Kept, SizedFolder
@@ -527,6 +528,7 @@ def test_processes_share_a_folder(path: Path, folder: Path, size: str, tmp_path:
 KILLED = """
 import os, sys, time
 from edgeinfer.context_cache import folder as folders
+from edgeinfer.context_cache import model_content
 import edgeinfer
 from random import Random
 path = sys.argv[1]
@@ -638,7 +640,6 @@ def test_nothing_is_left_of_a_closed_engine(path: Path) -> None:
 
 
 def test_a_large_model_is_hashed_behind_the_answer_and_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgeinfer.context_cache import model_content
 
     old = time.time() - 60
     os.utime(path, (old, old))
@@ -688,3 +689,22 @@ def test_a_text_that_was_cut_is_not_written(path: Path) -> None:
             list(segments.pieces(0, 4, 128, segments.stamp(4)))
     with pytest.raises(LookupError):
         list(segments.pieces(0, 1, 128, stamps[1]))
+
+
+@pytest.mark.parametrize("age, is_kept", [(1, False), (3, True)])
+def test_the_hash_of_a_file_is_kept_once_nobody_writes_to_it_any_more(
+    models: Path, age: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """age: seconds since it was written. Within two seconds a second change might leave its times as they are."""
+    path = write_tiny_model(models / f"aged-{age}.gguf")
+    written = max(path.stat().st_mtime_ns, path.stat().st_ctime_ns)
+    monkeypatch.setattr(model_content.time, "time_ns", lambda: written + age * 1_000_000_000)
+    with ModelFile.open(path) as file:
+        content = model_content.ModelContent(file)
+        content.close()
+    assert content.value is not None
+    monkeypatch.setattr(model_content.ModelContent, "compute", lambda self, is_wanted=None: None)
+    with ModelFile.open(path) as file:
+        again = model_content.ModelContent(file)
+        again.close()
+    assert again.value == (content.value if is_kept else None)
