@@ -3,6 +3,7 @@
     python tests/benchmarks/bench_many.py [MODEL.gguf] [--texts 1,2,4,8] [--rounds 3] [--tokens 128] [--drafts] [--peer]
 
 Real prompts of different length, greedy. The numbers of texts are run in turns; a figure is the median of the rounds.
+In each round prompts have another number in front, so that no drafter has seen their answers.
 --drafts: also with the model-free drafters. --peer: llama.cpp (llama-cpp-python) with as many sequences in a batch.
 --gap: the longest time between two tokens of three texts, while a prompt of that many tokens is read. --samples N: the
 time of N samples against that of as many joint passes. One JSON line on stdout.
@@ -35,21 +36,22 @@ PROMPTS = [
     "My neighbour plays loud music at night. Help me write a friendly letter to him.",
     "Which is heavier, a kilogram of feathers or a kilogram of iron? Explain your answer.",
 ]
-Run = Callable[[], float]  # one round; gives tokens a second
+Run = Callable[[int], float]  # of the number of a round; gives tokens a second
 
 
-def prompts_of(engine: Engine, n: int) -> list[list[int]]:
-    """The first n prompts as a chat has them."""
+def prompts_of(engine: Engine, n: int, round: int | None = None) -> list[list[int]]:
+    """The first n prompts as a chat has them; round: with that number in front, so that they are asked there only."""
+    mark = "" if round is None else f"({round}.{n}) "
     return [
-        engine.template.encode(engine.tokenizer, [{"role": "user", "content": text}], add_generation_prompt=True)
+        engine.template.encode(engine.tokenizer, [{"role": "user", "content": mark + text}], add_generation_prompt=True)
         for text in (PROMPTS[i % len(PROMPTS)] for i in range(n))
     ]
 
 
-def ours(engine: Engine, n_texts: int, n_tokens: int) -> float:
+def ours(engine: Engine, n_texts: int, n_tokens: int, round: int | None = None) -> float:
     """Tokens a second of the texts together, from the first request to the last token."""
     engine.forget()
-    prompts = prompts_of(engine, n_texts)
+    prompts = prompts_of(engine, n_texts, round)
     started = time.perf_counter()
     found = list(engine.generate_many(prompts, max_tokens=n_tokens, temperature=0.0, loop_guard=0))
     seconds = time.perf_counter() - started
@@ -191,15 +193,15 @@ def main(
         theirs = peer(path, most, n_ctx, threads) if with_peer else None
         runs: dict[str, Run] = {}
         for n in numbers:
-            runs[f"{n}"] = lambda n=n: ours(engine, n, tokens)  # type: ignore[misc]
+            runs[f"{n}"] = lambda each, n=n: ours(engine, n, tokens, each)  # type: ignore[misc]
             if theirs is not None:
-                runs[f"{n} llama.cpp"] = lambda n=n: theirs(prompts_of(engine, n), tokens)  # type: ignore[misc]
+                runs[f"{n} llama.cpp"] = lambda each, n=n: theirs(prompts_of(engine, n, each), tokens)  # type: ignore[misc]
             if drafts:
-                runs[f"{n} drafts"] = lambda n=n: ours(engine, n, tokens)  # type: ignore[misc]
+                runs[f"{n} drafts"] = lambda each, n=n: ours(engine, n, tokens, each)  # type: ignore[misc]
         for each in range(rounds + 1):
             for name, run in runs.items():
                 engine.speculator = drafting if name.endswith("drafts") else None
-                speed = run()
+                speed = run(each)
                 if each:  # the first round is a warm-up
                     found.setdefault(name, []).append(speed)
         engine.speculator = None
