@@ -7,10 +7,10 @@ from typing import Any
 
 from edgeinfer.common.overriding import override
 from edgeinfer.completion import Completion, Piece
-from edgeinfer.logprobs import TokenLogprob
-from edgeinfer.server.answering import Form, answer
+from edgeinfer.server.answering import answer
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.openai import common
+from edgeinfer.server.dialects.openai.choices import ChoicesForm
 from edgeinfer.server.dialects.openai.reading import read_chat
 from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.served import Served
@@ -25,19 +25,11 @@ async def chat(server: Server, exchange: Exchange) -> None:
     await answer(server, exchange, asked, lambda served, asked: ChatForm(served, asked, wants_usage), common.error_of)
 
 
-class ChatForm(Form):
+class ChatForm(ChoicesForm):
     """Objects chat.completion and chat.completion.chunk."""
 
-    kind = common.EVENTS
-    ping = common.PING
-
     def __init__(self, served: Served, asked: Asked, wants_usage: bool) -> None:
-        self._engine, self._asked, self._n, self._wants_usage = served.engine, asked, asked.n, wants_usage
-        self._has_logprobs = asked.options.get("logprobs") is not None
-        self._is_stream = asked.is_stream
-        self._head = common.head("chat.completion.chunk", "chatcmpl", served, asked)
-        self._completions: dict[int, Completion] = {}
-        self._logprobs: dict[int, list[TokenLogprob]] = {}  # of tokens without a chunk so far
+        super().__init__(served, asked, wants_usage, "chat.completion.chunk", "chatcmpl")
         self._n_calls: dict[int, int] = {}
 
     @override
@@ -47,7 +39,7 @@ class ChatForm(Form):
 
     @override
     def piece(self, number: int, piece: Piece) -> Iterator[bytes]:
-        if not self._is_stream:
+        if not self._asked.is_stream:
             return
         if piece.logprobs:
             self._logprobs.setdefault(number, []).extend(piece.logprobs)
@@ -68,16 +60,6 @@ class ChatForm(Form):
     def ended(self, number: int, completion: Completion) -> Iterator[bytes]:
         self._completions[number] = completion
         yield self._chunk(number, {}, common.finish_of(completion, number in self._n_calls))
-
-    @override
-    def end(self) -> Iterator[bytes]:
-        if self._wants_usage:
-            yield common.event({**self._head, "choices": [], "usage": self._usage()})
-        yield common.DONE
-
-    @override
-    def failed(self, error: Any) -> bytes:
-        return common.event(error)
 
     @override
     def whole(self) -> Any:
@@ -104,9 +86,4 @@ class ChatForm(Form):
     def _chunk(self, number: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
         waiting = self._logprobs.pop(number, None)
         logprobs = common.chat_logprobs(self._engine, waiting) if waiting else None
-        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._wants_usage else {}
-        return common.event({**self._head, "choices": [choice], **usage})
-
-    def _usage(self) -> dict[str, Any]:
-        return common.usage_of([self._completions[number] for number in sorted(self._completions)], self._n)
+        return self._event({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})

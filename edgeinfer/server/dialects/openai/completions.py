@@ -8,9 +8,10 @@ from typing import Any
 from edgeinfer.common.overriding import override
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.logprobs import TokenLogprob
-from edgeinfer.server.answering import Form, answer
+from edgeinfer.server.answering import answer
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.openai import common
+from edgeinfer.server.dialects.openai.choices import ChoicesForm
 from edgeinfer.server.dialects.openai.reading import read_completion
 from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.served import Served
@@ -27,18 +28,12 @@ async def complete(server: Server, exchange: Exchange) -> None:
     )
 
 
-class TextForm(Form):
+class TextForm(ChoicesForm):
     """Objects text_completion."""
 
-    kind = common.EVENTS
-    ping = common.PING
-
     def __init__(self, served: Served, asked: Asked, wants_usage: bool, echo: bool) -> None:
-        self._engine, self._asked, self._wants_usage, self._echo = served.engine, asked, wants_usage, echo
-        self._has_logprobs = asked.options.get("logprobs") is not None
-        self._head = common.head("text_completion", "cmpl", served, asked)
-        self._completions: dict[int, Completion] = {}
-        self._logprobs: dict[int, list[TokenLogprob]] = {}  # of tokens without a chunk so far
+        super().__init__(served, asked, wants_usage, "text_completion", "cmpl")
+        self._echo = echo
         self._offsets: dict[int, int] = {}  # characters of the tokens in chunks so far
 
     @override
@@ -63,16 +58,6 @@ class TextForm(Form):
             yield self._chunk(number, "", waiting, common.finish_of(completion))
 
     @override
-    def end(self) -> Iterator[bytes]:
-        if self._wants_usage:
-            yield common.event({**self._head, "choices": [], "usage": self._usage()})
-        yield common.DONE
-
-    @override
-    def failed(self, error: Any) -> bytes:
-        return common.event(error)
-
-    @override
     def whole(self) -> Any:
         choices = [self._choice(number) for number in sorted(self._completions)]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -93,9 +78,7 @@ class TextForm(Form):
         }
 
     def _chunk(self, number: int, text: str, logprobs: Any, finish: str | None = None) -> bytes:
-        choice = {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        usage = {"usage": None} if self._wants_usage else {}
-        return common.event({**self._head, "choices": [choice], **usage})
+        return self._event({"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish})
 
     def _prompt(self, number: int) -> str:
         prompt = self._asked.prompts[number // self._asked.n]
@@ -125,7 +108,3 @@ class TextForm(Form):
             found["top_logprobs"].append({**top, text: common.logprob(each.logprob)} if n_top else None)
             found["text_offset"].append(offset)
         return found
-
-    def _usage(self) -> dict[str, Any]:
-        completions = [self._completions[number] for number in sorted(self._completions)]
-        return common.usage_of(completions, self._asked.n)
