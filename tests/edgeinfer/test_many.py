@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 from drafting import FixedCosts
-from random_requests import in_threads, random_requests, served
+from random_requests import in_threads, passes_of, random_requests, served
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -53,19 +53,6 @@ def alone(opened, prompts=PROMPTS, **options):
         engine.forget()
         found.append(engine.generate(prompt, **options))
     return found
-
-
-def passes_of(engine, monkeypatch):
-    """Numbers of texts of the joint passes from now on."""
-    sizes, model = [], engine.session.model
-    forward = model.forward
-
-    def noted(batch):
-        sizes.append(len(batch))
-        return forward(batch)
-
-    monkeypatch.setattr(model, "forward", noted)
-    return sizes
 
 
 @pytest.mark.parametrize("draft", ["none", "auto"])

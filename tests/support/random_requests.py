@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import pytest
+
+from edgeinfer.backends.base import PooledModel, Rows
+from edgeinfer.common.types import Output
 from edgeinfer.engine import Engine
 
 WORDS = "hello world there is the one and some text a b c of many".split()
@@ -96,3 +100,18 @@ def served(engine: Engine, requests: Sequence[RandomRequest], n_threads: int) ->
     for number, results in enumerate(of_thread):
         found[number::n_threads] = results
     return found
+
+
+def passes_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of texts of the joint passes from now on."""
+    sizes: list[int] = []
+    model = engine.session.model
+    assert isinstance(model, PooledModel)
+    forward = model.forward
+
+    def noted(batch: Sequence[Rows]) -> list[Output]:
+        sizes.append(len(batch))
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", noted)
+    return sizes

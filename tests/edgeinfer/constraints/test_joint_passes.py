@@ -6,6 +6,7 @@ import threading
 import pytest
 from constrained import OPTIONS, PERSON, check_answer
 from drafting import PROMPT, FixedCosts
+from random_requests import passes_of
 
 from edgeinfer.common.errors import ConstraintError
 from edgeinfer.constraints.constraint import ConstraintState
@@ -19,19 +20,6 @@ REQUESTS = [
     for temperature in (0.0, 0.8)
     for options in (*list(OPTIONS.values())[:4], {}, *list(OPTIONS.values())[4:], {})
 ]
-
-
-def passes_of(engine, monkeypatch):
-    """Numbers of texts of the joint passes from now on."""
-    sizes, model = [], engine.session.model
-    forward = model.forward
-
-    def noted(batch):
-        sizes.append(len(batch))
-        return forward(batch)
-
-    monkeypatch.setattr(model, "forward", noted)
-    return sizes
 
 
 @pytest.mark.parametrize("draft", ["none", "auto"])
