@@ -45,8 +45,7 @@ PARTS := .venv/.grammar .venv/.server $(if $(or $(call required,demo),$(if $(ARG
 
 .PHONY: chat setup test check bench wheels clean help FORCE
 
-# With what `edgeinfer serve`, schemas and tools need, which is little.
-chat: setup .venv/.grammar .venv/.server
+chat: setup
 	@if [ -t 0 ] || [ -n '$(strip $(ARGS))' ]; then $(BIN)/edgeinfer chat $(ARGS); \
 	else message=$$(cat); $(BIN)/edgeinfer chat -p "$${message:-Hello! Who are you?}" < /dev/null; fi
 
