@@ -542,6 +542,13 @@ class HeadModel(Protocol):
         ...
 
 
+@runtime_checkable
+class JointHeadModel(HeadModel, Protocol):
+    """A head whose sessions share memory, and whose passes take rows of several of them."""
+
+    n_sequences: int  # that the memory is planned for
+
+
 # ---- sequences of any length -----------------------------------------------------------------------------------------
 
 

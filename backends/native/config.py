@@ -98,16 +98,17 @@ class CacheSizes:
 
 
 def cache_sizes(spec: ModelSpec, settings: LoadSettings) -> CacheSizes:
-    """The cache of texts of up to n_ctx positions together, and of what is kept of finished ones.
-
-    Each further text may end within a segment of its own.
-    """
-    config = decoder_config(spec, settings.n_ctx, settings.n_batch)
-    n_needed = min(settings.n_ctx + SEGMENT * (settings.n_texts - 1), MAX_INT32)
+    """The cache of texts of up to n_ctx positions together, and of what is kept of finished ones."""
+    config, n_needed = decoder_config(spec, settings.n_ctx, settings.n_batch), positions_of(settings)
     n_positions = n_needed + _further_positions(config, settings, n_needed)
     n_bytes = _bytes_of(config, settings, n_positions)
     windows, states = (of(spec, settings, n_positions) for of in (_window_bytes, _recurrent_bytes))
     return CacheSizes(n_positions, n_bytes, windows, states)
+
+
+def positions_of(settings: LoadSettings) -> int:
+    """Positions of texts of up to n_ctx positions together, each of which may end within a segment of its own."""
+    return min(settings.n_ctx + SEGMENT * (settings.n_texts - 1), MAX_INT32)
 
 
 def _further_positions(config: _core.DecoderConfig, settings: LoadSettings, n_needed: int) -> int:

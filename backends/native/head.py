@@ -7,12 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import HeadModel, HeadSession, Rows
+from edgeinfer.backends.base import HeadSession, JointHeadModel, Rows
 from edgeinfer.backends.checks import check_features, check_session_size, check_sessions
 from edgeinfer.backends.native import _core
-from edgeinfer.backends.native.config import BLOCKS, PARTS_OF_HEADS, add_inputs, decoder_config, front_config
+from edgeinfer.backends.native.config import (
+    BLOCKS,
+    PARTS_OF_HEADS,
+    add_inputs,
+    decoder_config,
+    front_config,
+    positions_of,
+)
 from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
 from edgeinfer.backends.native.passes import Listed, SequenceRows
+from edgeinfer.backends.native.sequence_pool import SharedPool
 from edgeinfer.backends.native.session import NativeSequence
 from edgeinfer.backends.native.weights import (
     Part,
@@ -36,7 +44,9 @@ _BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not E
 
 
 def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
-    """Bytes that a head and one sequence of it take beside its target, whose embeddings it reads if it has none. Exact.
+    """Bytes that a head and its sequences take beside its target, whose embeddings it reads if it has none. Exact.
+
+    The sequences share n_ctx positions, and each may end within a segment of its own.
 
     Raises UnsupportedModel.
     """
@@ -49,8 +59,9 @@ def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> Memory
     activations = config.activation_bytes(front_config(spec), settings.n_threads)
     if spec.features is not None:
         activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
-    use = MemoryUse(weights, config.kv_bytes(_core.KvType.f16, settings.n_ctx), activations)
-    return MemoryPlan(settings, use)
+    n_texts, n_positions = settings.n_texts, positions_of(settings)
+    kv_cache = config.kv_bytes(_core.KvType.f16, settings.n_ctx, n_texts, n_positions)
+    return MemoryPlan(settings, MemoryUse(weights, kv_cache, activations), cache_positions=n_positions)
 
 
 def load_head(
@@ -95,7 +106,7 @@ def _check(head: ModelFile, spec: HeadSpec) -> None:
     check_blocks([*parts, *spec.decoder.blocks()], _BLOCKS, "native", head.path)
 
 
-class NativeHeadModel(NativeDecoder, HeadModel):
+class NativeHeadModel(NativeDecoder, JointHeadModel):
     """See edgeinfer.backends.base.HeadModel. Made by load_head."""
 
     def __init__(
@@ -103,11 +114,23 @@ class NativeHeadModel(NativeDecoder, HeadModel):
     ) -> None:
         super().__init__(parts, spec.decoder, plan)
         self.spec = spec
+        self.n_sequences = plan.n_sequences
+        self._n_positions = plan.n_positions
         self._projection = projection
+        self._pool: SharedPool | None = None  # of all sessions that are as planned
 
     @override
     def session(self, n_ctx: int | None = None) -> NativeHeadSession:
-        return NativeHeadSession(self, check_session_size(n_ctx, self.n_ctx))
+        if n_ctx is None:
+            return NativeHeadSession(self, self.n_ctx, self._shared())
+        n_ctx = check_session_size(n_ctx, self.n_ctx)
+        return NativeHeadSession(self, n_ctx, self.pool(n_ctx, "f16"))
+
+    def _shared(self) -> SharedPool:
+        """The pool of all sessions that are as planned."""
+        if self._pool is None:
+            self._pool = self.pool(self.n_ctx, "f16", self.n_sequences, self._n_positions)
+        return self._pool
 
     @override
     def forward(self, batch: Sequence[Rows]) -> list[Output]:
@@ -140,14 +163,14 @@ class NativeHeadModel(NativeDecoder, HeadModel):
     @override
     def close(self) -> None:
         super().close()
-        self._projection = None
+        self._projection = self._pool = None
 
 
 class NativeHeadSession(NativeSequence, HeadSession):
     """See edgeinfer.backends.base.HeadSession."""
 
-    def __init__(self, model: NativeHeadModel, n_ctx: int) -> None:
-        super().__init__(model, n_ctx, model.pool(n_ctx, "f16"))
+    def __init__(self, model: NativeHeadModel, n_ctx: int, pool: SharedPool) -> None:
+        super().__init__(model, n_ctx, pool)
         self.model = model
 
     @property

@@ -378,8 +378,8 @@ class Scheduler:
         first, n = session.n_past, _n_of(rows)
         session.commit(range(n))
         speculator = sequence.speculator
-        if sequence.place == 0 and speculator is not None and out.features is not None:
-            speculator.observe_features(sequence.tokens, first, out.features, sequence.stats)
+        if sequence.place is not None and speculator is not None and out.features is not None:
+            speculator.observe_features(sequence.place, sequence.tokens, first, out.features, sequence.stats)
         sequence.tell_progress()
         if session.n_past < len(sequence.tokens) - (not sequence.needs_logits):
             return

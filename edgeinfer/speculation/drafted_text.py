@@ -36,7 +36,7 @@ class DraftedText:
     free_draw: Draw | None = None
     stats: StatsCounter = field(default_factory=StatsCounter)
     # set by Speculator.begin:
-    place: int = 0  # among the texts that run; only the first has drafters with a model
+    place: int = 0  # among the texts that run
     states: list[DrafterState] = field(default_factory=list)
     context: Context = field(init=False)
 

@@ -11,7 +11,14 @@ from types import TracebackType
 from edgeinfer.common.errors import BackendLost, Interrupted
 from edgeinfer.common.signal_handlers import is_from_handler
 from edgeinfer.speculation.acceptance import AcceptanceTable
-from edgeinfer.speculation.drafters.base import BackgroundDrafter, Context, Drafter, FeatureDrafter, ModelBasedDrafter
+from edgeinfer.speculation.drafters.base import (
+    BackgroundDrafter,
+    Context,
+    Drafter,
+    FeatureDrafter,
+    JointDrafter,
+    ModelBasedDrafter,
+)
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.throughput import chain_rate, overlapped_rate
 
@@ -64,6 +71,7 @@ class DrafterState:
         self.table = table
         self.model_based = drafter if isinstance(drafter, ModelBasedDrafter) else None
         self.feature_drafter = drafter if isinstance(drafter, FeatureDrafter) else None
+        self.joint = drafter if isinstance(drafter, JointDrafter) and drafter.can_join else None
         self.background = drafter if isinstance(drafter, BackgroundDrafter) else None
         self.is_dropped = False  # for this request
         self.lost = ""  # how its device failed
@@ -99,10 +107,21 @@ class DrafterState:
             self.lost = str(error) or "out of memory"
         stats.dropped[self.drafter.name] = f"{type(error).__name__}: {error}"
 
-    def rate(self, context: Context, verify_ms: Sequence[float], max_nodes: int) -> tuple[float, float]:
-        """Expected tokens per millisecond with a drafter that has a model, and milliseconds of its prefill."""
+    def cost(self, context: Context, n_texts: int = 1) -> tuple[float, float]:
+        """See ModelBasedDrafter.cost and JointDrafter.joint_cost."""
+        if n_texts > 1:
+            return (math.inf, 0.0) if self.joint is None else self.joint.joint_cost(context, n_texts)
+        return (math.inf, 0.0) if self.model_based is None else self.model_based.cost(context)
+
+    def rate(
+        self, context: Context, verify_ms: Sequence[float], max_nodes: int, n_texts: int = 1
+    ) -> tuple[float, float]:
+        """Expected tokens per millisecond with a drafter that has a model, and milliseconds of its prefill.
+
+        n_texts: that are drafted for in the same passes; verify_ms is then that of so many texts, shared by them.
+        """
         if self.model_based is None:
             return 0.0, 0.0
-        token_ms, prefill_ms = self.model_based.cost(context)
+        token_ms, prefill_ms = self.cost(context, n_texts)
         rate_of = chain_rate if self.background is None else overlapped_rate
         return rate_of(self.table.acceptance_rate, token_ms, verify_ms, max_nodes), prefill_ms

@@ -20,6 +20,7 @@ from edgeinfer.speculation.drafter_state import DrafterPlacement, DrafterState
 from edgeinfer.speculation.drafters.base import Context, Drafter, HoldingDrafter, SharedDrafter
 from edgeinfer.speculation.drafters.forced import NAME as FORCED
 from edgeinfer.speculation.drafters.forced import allowed_part, forced_draft
+from edgeinfer.speculation.drafters.joint import Running, draft_together
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
@@ -33,7 +34,7 @@ from edgeinfer.speculation.policy import (
 )
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.timeline import Timeline
-from edgeinfer.speculation.tree import checked
+from edgeinfer.speculation.tree import DraftTree, checked
 from edgeinfer.speculation.verify import accept
 
 _ANSWER_TOKENS = 256  # expected length of the first answer
@@ -63,7 +64,7 @@ class Speculator:
     """Drafts for texts, and learns from what comes of it; the part that all texts share.
 
     What the drafters know and what was learnt about them is kept across requests. A text has a place, from its prompt
-    to its end: the first has all drafters, the others those without a model.
+    to its end: the first has all drafters, the others those that can work for several texts.
 
     session: the target's.  costs: of its forward passes.  n_vocab: tokens that exist, the first part of the logits.
     draft_max: most nodes of a tree.  placements: of model-based drafters, by name.  acceptance_rates: where measured
@@ -127,12 +128,15 @@ class Speculator:
 
     def taps_of(self, place: int) -> bool | tuple[int, ...]:
         """The hidden states that a drafter needs of the prompt of a text with that place."""
-        return self.taps if place == 0 else False
+        return self.taps if any(state.feature_drafter for state in self._states_of(place)) else False
 
-    def observe_features(self, text: Sequence[int], first: int, features: Features, stats: StatsCounter) -> None:
+    def observe_features(
+        self, place: int, text: Sequence[int], first: int, features: Features, stats: StatsCounter
+    ) -> None:
         """Pass on the target's hidden states (n, n_taps * n_embd) of the tokens from text[first] on."""
-        self._replace_lost(stats)
-        for state in self._states:
+        if place == 0:
+            self._replace_lost(stats)
+        for state in self._states_of(place):
             if state.feature_drafter and state.drafter.name not in stats.dropped:
                 with state.guarded(stats):
                     state.feature_drafter.observe_features(text, first, features)
@@ -159,13 +163,13 @@ class Speculator:
     def interrupt(self) -> None:
         """Stop a drafter that is working; callable from any thread."""
         for state in self._states:
-            if state.model_based:
+            if state.model_based:  # others have sessions of the same model
                 state.model_based.interrupt()
 
     def close(self) -> None:
         """Free the drafters, and keep the corrected cost curves."""
         self.costs.close()
-        for state in [*self._states, *(state for states in self._beside.values() for state in states)]:
+        for state in [*(state for states in self._beside.values() for state in states), *self._states]:
             with suppress(BackendLost):  # a device that hangs keeps its memory
                 state.drafter.close()
 
@@ -216,12 +220,21 @@ class Speculator:
         for state in text.states:
             if state.background:  # else it would continue to draft after the answer
                 state.background.interrupt()
+        self._rest(text)
 
     def put_aside(self, text: DraftedText) -> None:
         """A text makes room for others, and begins again later; nothing is learnt of its half."""
         text.context.is_over = True
         text.context.tokens.clear()
         self._stop_background(text)
+        self._rest(text)
+
+    def _rest(self, text: DraftedText) -> None:
+        """Other texts may have what drafters keep of this one."""
+        for state in text.states:
+            if state.joint is not None and not state.is_dropped:
+                with suppress(EdgeInferError):
+                    state.joint.rest()
 
     @property
     def _n_taken(self) -> int:
@@ -235,14 +248,15 @@ class Speculator:
         return payoff
 
     def _states_of(self, place: int) -> list[DrafterState]:
-        """The drafters of a place. Those after the first have drafters without a model, and learn with the first."""
+        """The drafters of a place. Those after the first learn with the first."""
         if place == 0:
             return self._states
         if place not in self._beside:
             states = []
             for state in self._states:
-                if isinstance(state.drafter, SharedDrafter):
-                    states.append(DrafterState(state.drafter.beside(), state.table))
+                other = state.drafter.beside() if isinstance(state.drafter, SharedDrafter) else None
+                if other is not None:
+                    states.append(DrafterState(other, state.table))
             self._beside[place] = states
         return self._beside[place]
 
@@ -313,8 +327,7 @@ class Speculator:
         return self._made(text, proposals, tree, self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs))
 
     def _joint_steps(self, texts: Sequence[DraftedText], is_plain: bool, n_past: int) -> list[Step]:
-        """The steps of several texts, whose drafts compete for the rows of the pass. No drafter with a model is
-        asked."""
+        """The steps of several texts, whose drafts compete for the rows of the pass."""
         nothing: list[Proposal] = []
         if is_plain:
             return [self._made(text, nothing, VerifyTree(), 0) for text in texts]
@@ -328,7 +341,49 @@ class Speculator:
             limits.append((max_nodes, max_depth))
         max_rows = min(self._draft_max + len(texts), MAX_TOKENS)
         trees = select_trees(proposals, verify_ms, max_rows - len(texts), limits, useful)
+        of_models = self._ask_models(texts, trees, verify_ms, max_rows, limits, useful)
+        if any(of_models):  # more reliable than those that copy
+            proposals = [[*first, *others] for first, others in zip(of_models, proposals, strict=True)]
+            trees = select_trees(proposals, verify_ms, max_rows - len(texts), limits, useful)
         return [self._made(text, of_text, tree, 0) for text, of_text, tree in zip(texts, proposals, trees, strict=True)]
+
+    def _ask_models(
+        self,
+        texts: Sequence[DraftedText],
+        trees: Sequence[VerifyTree],
+        verify_ms: Sequence[float],
+        max_rows: int,
+        limits: Sequence[tuple[int, int]],
+        min_probability: float,
+    ) -> list[list[Proposal]]:
+        """What draft models and heads propose for several texts, in passes of all of them, where they are expected to
+        be faster than these trees; for each text."""
+        n_texts, found = len(texts), list[list[Proposal]]()
+        n_own = max_rows // n_texts - 1  # nodes of a text, if all have as many
+        of_each = [verify_ms[n * n_texts] / n_texts for n in range(n_own + 2)]  # of a pass, by rows of each text
+        rate = sum(tree.expected for tree in trees) / verify_ms[n_texts + sum(len(tree.tokens) for tree in trees)]
+        asked: list[tuple[int, DrafterState, Running]] = []
+        for place, (text, (max_nodes, max_depth)) in enumerate(zip(texts, limits, strict=True)):
+            found.append([])
+            for state in text.states:
+                if state.joint is None or state.is_dropped or min(max_nodes, max_depth, n_own) < 1:
+                    continue
+                state.table.min_probability, text.context.acceptance = min_probability, state.table
+                with state.guarded(text.stats):
+                    self._prepare(state, text, rate, of_each, min(n_own, max_nodes, max_depth), n_texts)
+                if state.is_asked and not state.is_dropped:
+                    drafting = state.joint.drafting(text.context, min(max_nodes, max_depth), is_alone=False)
+                    asked.append((place, state, Running(drafting, state.guarded(text.stats))))
+        started = perf_counter()
+        seconds = draft_together([running for _, _, running in asked])
+        if self._timeline is not None and asked:
+            self._timeline.add("draft", started, perf_counter(), 0)
+        for place, state, running in asked:
+            text = texts[place]
+            text.stats.waited_seconds += seconds / len(asked)
+            if running.tree is not None:
+                self._take(state, text, running.tree, limits[place][0], found[place])
+        return found
 
     def _max_nodes(self, text: DraftedText) -> int:
         return min(self._draft_max, self._n_ctx - text.session.n_past - 1)
@@ -467,11 +522,13 @@ class Speculator:
         model_free_rate: float,
         verify_ms: Sequence[float],
         max_nodes: int,
+        n_texts: int = 1,
     ) -> None:
         """Decide whether a model-based drafter is asked in this step, and set when its chain is long enough."""
-        was_asked, state.is_asked = state.is_asked, self._is_worth_asking(state, text, model_free_rate, verify_ms)
-        if state.is_asked and state.model_based:
-            token_ms, prefill_ms = state.model_based.cost(text.context)
+        is_worth_it = self._is_worth_asking(state, text, model_free_rate, verify_ms, max_nodes, n_texts)
+        was_asked, state.is_asked = state.is_asked, is_worth_it
+        if state.is_asked:
+            token_ms, prefill_ms = state.cost(text.context, n_texts)
             state.table.length_rule = ChainLengthRule(verify_ms, token_ms, prefill_ms, max_nodes)
         elif state.background and was_asked:
             state.background.interrupt()
@@ -497,10 +554,21 @@ class Speculator:
             return
         text.context.acceptance = state.table
         with state.guarded(text.stats):
-            tree = checked(state.drafter.propose(text.context, max_nodes), self._n_vocab, max_nodes)
-            tree = allowed_part(text.context, tree)
-            if tree.tokens:
-                proposals.append(Proposal(state.drafter.name, tree, state.table))
+            self._add(state, text, state.drafter.propose(text.context, max_nodes), max_nodes, proposals)
+
+    def _take(
+        self, state: DrafterState, text: DraftedText, tree: DraftTree, max_nodes: int, proposals: list[Proposal]
+    ) -> None:
+        """Add what a drafter proposed, as _ask does."""
+        with state.guarded(text.stats):
+            self._add(state, text, tree, max_nodes, proposals)
+
+    def _add(
+        self, state: DrafterState, text: DraftedText, tree: DraftTree, max_nodes: int, proposals: list[Proposal]
+    ) -> None:
+        tree = allowed_part(text.context, checked(tree, self._n_vocab, max_nodes))
+        if tree.tokens:
+            proposals.append(Proposal(state.drafter.name, tree, state.table))
 
     def _record_wait(self, state: DrafterState, started: float) -> None:
         """Record the time since a drafter was asked in the timeline."""
@@ -511,7 +579,13 @@ class Speculator:
                 self._timeline.add("draft", started, ended, 0)
 
     def _is_worth_asking(
-        self, state: DrafterState, text: DraftedText, model_free_rate: float, verify_ms: Sequence[float]
+        self,
+        state: DrafterState,
+        text: DraftedText,
+        model_free_rate: float,
+        verify_ms: Sequence[float],
+        max_nodes: int | None = None,
+        n_texts: int = 1,
     ) -> bool:
         """Whether a model-based drafter is expected to be faster than model_free_rate tokens per millisecond.
 
@@ -520,7 +594,8 @@ class Speculator:
         """
         if state.model_based is None or state.is_dropped or self._draft_max < 1:
             return False
-        own_rate, prefill_ms = state.rate(text.context, verify_ms, self._draft_max)
+        max_nodes = self._draft_max if n_texts == 1 or max_nodes is None else max_nodes
+        own_rate, prefill_ms = state.rate(text.context, verify_ms, max_nodes, n_texts)
         n_left = min(text.n_left, max(self._answer_tokens - text.n_drawn, text.n_drawn))
         other_rate = max(1.0 / verify_ms[1], _MIN_GAIN_OVER_FREE * model_free_rate)
         return own_rate * verify_ms[1] > _MIN_GAIN and (1.0 / other_rate - 1.0 / own_rate) * n_left > prefill_ms
@@ -545,7 +620,7 @@ class Speculator:
         first = len(context.tokens) - 1
         context.tokens.extend(new)
         if features is not None:
-            self.observe_features(context.tokens, first, features, stats)
+            self.observe_features(text.place, context.tokens, first, features, stats)
         rows = [row[: self._n_vocab] for row in rows]
         for state in text.states:
             if state.is_active:

@@ -158,9 +158,9 @@ class DraftChoice:
             own, extra = _head_parts(file, self.spec, plan, self.n_threads, self.n_vocab)
         else:
             backend = NativeBackend(for_drafts=True, resident=True)
-            own = backend.plan(file, self.spec, _sizes_of(plan, self.n_threads))
+            own = backend.plan(file, self.spec, _sizes_on_cpu(plan, self.n_threads))
             n_vocab = max(self.n_vocab, self.spec.n_vocab) if has_draft_vocab(file) else 0
-            extra = ModelDrafter.memory(n_vocab)
+            extra = {part: plan.n_sequences * each for part, each in ModelDrafter.memory(n_vocab).items()}
         planned.file, planned.spec = file, self.spec
         planned.plan = None if where == "own memory" else own
         for place in self.places:
@@ -283,9 +283,14 @@ def _add_own_block(found: DraftChoice, plan: MemoryPlan, is_named: bool) -> None
             found.dropped[OWN_BLOCK] = str(error)
 
 
-def _sizes_of(plan: MemoryPlan, n_threads: int = 1) -> LoadSettings:
+def _sizes_of(plan: MemoryPlan) -> LoadSettings:
     """What a draft model or a head beside a target with that plan is given: as long a context, and as large a batch."""
-    return LoadSettings(plan.n_ctx, n_batch=plan.n_batch, n_threads=n_threads)
+    return LoadSettings(plan.n_ctx, n_batch=plan.n_batch)
+
+
+def _sizes_on_cpu(plan: MemoryPlan, n_threads: int) -> LoadSettings:
+    """The same on the CPU, where it drafts for as many texts at once as the target has."""
+    return replace(_sizes_of(plan), n_threads=n_threads, parallel=plan.n_sequences)
 
 
 def _check_on_cpu(file: ModelFile, draft_device: str) -> None:
@@ -306,9 +311,10 @@ def _head_parts(
     file: ModelFile, head: HeadSpec, plan: MemoryPlan, n_threads: int, n_vocab: int
 ) -> tuple[MemoryPlan, dict[str, int]]:
     """The plan of a head on the CPU, and bytes of its drafter."""
-    own = plan_head(file, head, _sizes_of(plan, n_threads).with_batch(_HEAD_BATCH))
+    own = plan_head(file, head, _sizes_on_cpu(plan, n_threads).with_batch(_HEAD_BATCH))
     n_rows = 0 if head.features is None else head.features.n_rows
-    extra = HeadDrafter.memory(plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits)
+    sizes = plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits
+    extra = HeadDrafter.memory(*sizes, plan.n_sequences)
     extra["rows"] += kept_bytes(head)
     return own, extra
 

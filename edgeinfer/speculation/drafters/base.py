@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from edgeinfer.common.types import Features, Logits, MemoryUse
+from edgeinfer.backends.base import Rows
+from edgeinfer.common.types import Features, Logits, MemoryUse, Output
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.timeline import Timeline
 from edgeinfer.speculation.tree import DraftTree
@@ -98,8 +99,9 @@ class HoldingDrafter(Protocol):
 class SharedDrafter(Drafter, Protocol):
     """A drafter that can work for several texts that run at once."""
 
-    def beside(self) -> Drafter:
-        """One for another text: itself where it keeps nothing of a text that another one would disturb."""
+    def beside(self) -> Drafter | None:
+        """One for another text: itself where it keeps nothing of a text that another one would disturb, None where
+        there is memory for one text only."""
         ...
 
 
@@ -117,6 +119,32 @@ class ModelBasedDrafter(Drafter, Protocol):
 
     def interrupt(self) -> None:
         """Stop the running call, which raises Interrupted; callable from any thread."""
+        ...
+
+
+Drafting: TypeAlias = Generator[Rows, Output, DraftTree]
+"""A draft that is being made: yields the rows of each pass that it wants, is sent their output, and gives the tree."""
+
+
+@runtime_checkable
+class JointDrafter(ModelBasedDrafter, SharedDrafter, Protocol):
+    """A drafter whose passes may be those of several texts; see edgeinfer.speculation.drafters.joint."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether its model takes rows of several texts, and has memory for them."""
+        ...
+
+    def joint_cost(self, context: Context, n_texts: int) -> tuple[float, float]:
+        """As cost, of one of so many texts that are drafted for in the same passes."""
+        ...
+
+    def drafting(self, context: Context, limit: int, is_alone: bool = True) -> Drafting:
+        """As propose, pass by pass. is_alone: the time of its passes is that of its rows."""
+        ...
+
+    def rest(self) -> None:
+        """The text has ended: others may have the memory that they share."""
         ...
 
 

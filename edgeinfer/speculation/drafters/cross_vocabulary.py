@@ -8,20 +8,22 @@ Where the two tokenizers split a word differently, the draft is rejected; the ou
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import DraftingSession, Session
+from edgeinfer.backends.base import DraftingSession, Rows, Session
 from edgeinfer.backends.native import top_k
 from edgeinfer.common.errors import NumericalError
+from edgeinfer.common.overriding import override
+from edgeinfer.common.types import Output
 from edgeinfer.models.arrays import Array
 from edgeinfer.models.draft_vocab import draft_vocab_of
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.speculation.cost import CostModel
-from edgeinfer.speculation.drafters.base import Context
+from edgeinfer.speculation.drafters.base import Context, Drafting
 from edgeinfer.speculation.drafters.candidates import class_of
 from edgeinfer.speculation.drafters.cross_vocabulary_text import CrossVocabularyText
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting
@@ -44,19 +46,26 @@ class CrossVocabularyDrafter(ModelDrafter):
         draft_vocab: NDArray[np.int32] | None = None,
     ) -> None:
         super().__init__(session, own.n_vocab, costs, draft_vocab=draft_vocab)
-        self._own = own
+        self._target, self._own = target, own
         self._converted = CrossVocabularyText(target, own)
 
+    @override
     def cost(self, context: Context) -> tuple[float, float]:
         """See ModelBasedDrafter. Assumes as many draft-model tokens per target token as in the text so far."""
-        text, n_unverified = self._text(context)
+        return self.joint_cost(context, 1)
+
+    @override
+    def joint_cost(self, context: Context, n_texts: int) -> tuple[float, float]:
+        text, _ = self._text(context)
         if not 0 < len(text) < self.session.n_ctx:
             return math.inf, 0.0
-        token_ms, prefill_ms = self._cost_after(text, n_unverified)
+        token_ms, prefill_ms = super().joint_cost(context, n_texts)
         return token_ms * len(text) / max(1, len(context.tokens)), prefill_ms
 
-    def propose(self, context: Context, limit: int) -> DraftTree:
+    @override
+    def drafting(self, context: Context, limit: int, is_alone: bool = True) -> Drafting:
         """A chain of the best expected length."""
+        self._is_alone = is_alone
         text, n_unverified = self._text(context)
         if not text or not self._converted.is_complete:
             return no_draft()
@@ -66,7 +75,7 @@ class CrossVocabularyDrafter(ModelDrafter):
         path_probabilities: list[float] = []
         n_max = min(limit, self.session.n_ctx - len(text))
         while len(drafted) < n_max and context.acceptance.should_extend(path_probabilities):
-            token, of_token = self._most_probable(unseen)
+            token, of_token = yield from self._most_probable(unseen)
             drafted.append(token)
             p.append(of_token)
             bucket = class_of(of_token) + (0 if context.is_greedy else _SAMPLED)
@@ -77,15 +86,20 @@ class CrossVocabularyDrafter(ModelDrafter):
                 break
         return self._converted_tree(drafted, p, limit, context.is_greedy)
 
+    @override
+    def _with_session(self, session: Session) -> CrossVocabularyDrafter:
+        return CrossVocabularyDrafter(session, self._target, self._own, self._costs, self._draft_vocab)
+
     def _text(self, context: Context) -> tuple[list[int], int]:
         """See ModelDrafter. Unverified tokens that are rejected are found by the comparison with the next text."""
         n_same = self._converted.update(context.tokens)
         self._n_agreed = min(self._n_agreed, n_same)
         return self._converted.tokens, 0
 
-    def _most_probable(self, tokens: Sequence[int]) -> tuple[int, float]:
+    def _most_probable(self, tokens: Sequence[int]) -> Generator[Rows, Output, tuple[int, float]]:
         """Run and commit tokens; returns the most probable next token and its probability."""
-        ((index, p),) = top_k(self._forward(tokens), 1)
+        row = yield from self._forward(tokens)
+        ((index, p),) = top_k(row, 1)
         if not math.isfinite(p):
             raise NumericalError("the draft model's logits must be numbers: found others")
         return self._token(index), p

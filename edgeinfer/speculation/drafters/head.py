@@ -8,22 +8,24 @@ et al., arXiv:2406.16858). A device that drafts by itself makes all levels in on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import DraftingHead, HeadSession
-from edgeinfer.common.errors import Interrupted, NumericalError, ShapeError
+from edgeinfer.backends.base import DraftingHead, HeadSession, JointHeadModel, Rows
+from edgeinfer.common.errors import CacheFull, Interrupted, NumericalError, ShapeError
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Features, Logits, Nodes, Output
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import Context, ModelBasedDrafter, held_by
+from edgeinfer.speculation.drafters.base import Context, Drafting, JointDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
+from edgeinfer.speculation.drafters.joint import draft_alone
+from edgeinfer.speculation.drafters.known_text import SEGMENT, FeatureMemory, KnownText, n_segments_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 _WIDTH = 4  # most nodes of a level that get children
@@ -33,11 +35,13 @@ DEFAULT_WIDTH = 2  # nodes of a usual level, and of each level that a device mak
 _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
-class HeadDrafter(ModelBasedDrafter):
-    """A draft head, its KV cache, and the target's features of the text. It owns the session and its model.
+class HeadDrafter(JointDrafter):
+    """A draft head, its KV cache, and the target's features of the text. It owns the session and its model; those for
+    other texts own their session.
 
     n_vocab: size of the target's vocabulary.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
-    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.
+    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.  memory: for features, shared by all texts of a head;
+    None for a text alone.
     """
 
     name = "head"
@@ -50,62 +54,73 @@ class HeadDrafter(ModelBasedDrafter):
         costs: CostModel,
         taps: bool | tuple[int, ...] = True,
         device_drafting: DeviceDrafting[DraftingHead] | None = None,
+        memory: FeatureMemory | None = None,
     ) -> None:
         self.session = session
+        self._is_first = memory is None  # it has the model, which those for other texts share
+        self._is_alone = True  # the draft that is made is that of one text
         self.taps = taps
         self._n_vocab = n_vocab
         self._device_drafting = device_drafting
+        self._draft_vocab = draft_vocab
         self._ids = draft_vocab[draft_vocab < n_vocab].astype(np.intp)
         self._costs = costs
         # Milliseconds by which the first pass of a draft is slower than later ones, as the target's weights have
         # evicted the head's from the CPU caches.
         self._cold_ms = 0.0
-        self._features = np.empty((session.n_ctx, session.spec.n_embd), dtype=np.float32)  # by position
         self._level = np.empty((_WIDTH, session.spec.n_embd), dtype=np.float32)
         self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # tokens outside draft_vocab are never sampled
-        # The text whose features are known, from position _start on. Row i of the KV cache is for position _start + i
-        # and rotated as position i: attention depends on differences of positions only.
-        self._tokens: list[int] = []
-        self._start = 0
+        # The text whose features are known. Row i of the KV cache is that of position `start` + i, rotated as that of
+        # position i: attention depends on differences of positions only.
+        if memory is None:
+            memory = FeatureMemory(session.n_ctx, session.spec.n_embd, _n_texts(session))
+        self._known = KnownText(memory, lambda: self.session.truncate(0))
         self._text: Sequence[int] = ()  # the list that it came in
         self._last: tuple[Features, Logits] | None = None  # predicted feature and logits of the last row of the cache
 
     @staticmethod
     def memory(
-        n_ctx: int, n_batch: int, n_embd: int, n_vocab: int, n_rows: int = 0, n_logits: int | None = None
+        n_ctx: int,
+        n_batch: int,
+        n_embd: int,
+        n_vocab: int,
+        n_rows: int = 0,
+        n_logits: int | None = None,
+        n_texts: int = 1,
     ) -> dict[str, int]:
-        """Bytes of features (of a text and of a batch), and of rows: a level, the logits of one pass and of the last
-        row, and the logits over the whole vocabulary.
+        """Bytes of features (of all texts and of a batch), and of rows: for each text a level, the logits of one pass
+        and of the last row, and the logits over the whole vocabulary.
 
         n_rows: numbers that a feature is projected from, the rows of the target's layers; 0 without a projection.
         n_logits: of the head, None for all tokens.
         """
-        features = 4 * ((n_ctx + n_batch) * n_embd + 2 * n_batch * n_rows)
+        n_positions = SEGMENT * n_segments_of(n_ctx, n_texts)
+        features = 4 * ((n_positions + n_batch) * n_embd + 2 * n_batch * n_rows)
         of_pass = (1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
-        return {"features": features, "rows": 4 * (_WIDTH * n_embd + n_vocab + of_pass)}
+        return {"features": features, "rows": 4 * n_texts * (_WIDTH * n_embd + n_vocab + of_pass)}
 
     @override
     def start(self, context: Context) -> None:
         """See Drafter. The features of the prompt have been observed."""
-        if self._tokens == context.tokens:
+        self._known.memory.set_idle(self._known, False)
+        if self._known.tokens == context.tokens:
             self._text = context.tokens
 
     def observe_features(self, text: Sequence[int], first: int, features: Features) -> None:
         """See FeatureDrafter. Without features before `first`, the head starts there with a shorter context."""
         features = self.session.combine(features)
-        known, last = self._tokens, first + len(features)
-        is_continued = text is self._text and first == len(known)  # a text only grows: nothing to compare
+        known, last = self._known, first + len(features)
+        known.memory.set_idle(known, False)
+        is_continued = text is self._text and first == len(known.tokens)  # a text only grows: nothing to compare
         if not is_continued:
-            if not self._start < first <= len(known) or known[:first] != list(text[:first]):
-                self._start = first
-                known[:] = text[:first]
-            del known[first:]
+            if not known.start < first <= len(known.tokens) or known.tokens[:first] != list(text[:first]):
+                known.begin(text, first)
+            known.cut(first)
             # The row of a position depends on the token after it too.
             self._last = None
-            self.session.truncate(max(0, min(self.session.n_past, first - 1 - self._start)))
+            self.session.truncate(max(0, min(self.session.n_past, first - 1 - known.start)))
             self._text = text
-        self._features[first:last] = features
-        known.extend(text[first:last])
+        known.extend(text[first:last], features)
 
     @override
     def cost(self, context: Context) -> tuple[float, float]:
@@ -113,7 +128,25 @@ class HeadDrafter(ModelBasedDrafter):
         now, n = self._costs.milliseconds(n_past), self._levels_per_call(context, MAX_TOKENS)
         device_drafting = self._device_drafting
         token_ms = now[DEFAULT_WIDTH] if n == 1 or device_drafting is None else device_drafting.milliseconds()[n] / n
-        return token_ms, max(0.0, self._costs.chain_ms(self._n_unseen(context), n_past) - now[1]) + self._cold_ms
+        return token_ms, self.joint_cost(context, 1)[1]
+
+    @override
+    def joint_cost(self, context: Context, n_texts: int) -> tuple[float, float]:
+        n_past, costs = self.session.n_past, self._costs
+        of_first = costs.chain_ms(n_texts * self._n_unseen(context), n_past) - costs.chain_ms(n_texts, n_past)
+        return costs.chain_ms(n_texts * DEFAULT_WIDTH, n_past) / n_texts, max(0.0, of_first) / n_texts + self._cold_ms
+
+    @property
+    @override
+    def can_join(self) -> bool:
+        return self._device_drafting is None and _n_texts(self.session) > 1
+
+    @override
+    def beside(self) -> HeadDrafter | None:
+        if not self.can_join:
+            return None
+        session, memory = self.session.model.session(), self._known.memory
+        return HeadDrafter(session, self._draft_vocab, self._n_vocab, self._costs, self.taps, memory=memory)
 
     @override
     def prefill(self, context: Context) -> None:
@@ -121,11 +154,16 @@ class HeadDrafter(ModelBasedDrafter):
             n = self._n_unseen(context) - 1
             if n > 0:
                 with self._timed(n):
-                    self._run_text(context, n)
+                    draft_alone(self._reading(context, n))
 
     @override
     def propose(self, context: Context, limit: int) -> DraftTree:
         """A tree of the most probable nodes, of the best expected depth."""
+        return draft_alone(self.drafting(context, limit))
+
+    @override
+    def drafting(self, context: Context, limit: int, is_alone: bool = True) -> Drafting:
+        self._is_alone = is_alone
         tree = GrowingTree(context, list(context.tokens), limit)
         if limit < 1 or not context.acceptance.should_extend(()):
             return no_draft()
@@ -134,7 +172,7 @@ class HeadDrafter(ModelBasedDrafter):
             if n > 1 and self._device_drafting is not None:
                 self._grow_on_device(self._device_drafting, tree, n)
             else:
-                self._grow_by_levels(tree)
+                yield from self._grow_by_levels(tree)
         return tree.tree()
 
     @override
@@ -142,10 +180,16 @@ class HeadDrafter(ModelBasedDrafter):
         """See Drafter. New tokens pass through the head when a draft is requested."""
 
     def held(self) -> dict[str, int]:
-        """See HoldingDrafter. Features count for known positions only: the rest of their memory is untouched."""
+        """See HoldingDrafter. Features count where they were written: the rest of their memory is untouched."""
+        rows = self._level.nbytes + self._logits.nbytes
+        if not self._is_first:  # the rest is that of the first
+            return {"rows": rows}
         own = held_by(self.session.memory())
-        own["rows"] += self._level.nbytes + self._logits.nbytes
-        return {**own, "features": len(self._tokens) * self._features.itemsize * self._features.shape[1]}
+        return {**own, "rows": own["rows"] + rows, "features": self._known.memory.n_bytes}
+
+    @override
+    def rest(self) -> None:
+        self._known.memory.set_idle(self._known, True)
 
     @override
     def interrupt(self) -> None:
@@ -153,7 +197,10 @@ class HeadDrafter(ModelBasedDrafter):
 
     @override
     def close(self) -> None:
-        """Free the head, and keep its corrected cost curve."""
+        """Free the session, and of the first one the head too, whose corrected cost curve is kept."""
+        if not self._is_first:
+            self.session.close()
+            return
         close_drafter(self.session, self._costs, self._device_drafting)
 
     # ---- The text ----------------------------------------------------------------------------------------------------
@@ -161,11 +208,11 @@ class HeadDrafter(ModelBasedDrafter):
     def _n_unseen(self, context: Context) -> int:
         """Rows of the text that are not in the cache. The last token has no feature yet, nor have unverified ones."""
         n_expected = len(context.tokens) - context.n_unverified - 1
-        if len(self._tokens) != n_expected:
-            raise ShapeError(f"expected features of {n_expected} tokens, found {len(self._tokens)}")
+        if len(self._known.tokens) != n_expected:
+            raise ShapeError(f"expected features of {n_expected} tokens, found {len(self._known.tokens)}")
         if not self.session.spec.decoder.n_layers:  # no attention: it sees its own position only
             return 1
-        return len(self._tokens) - self._start - self.session.n_past
+        return len(self._known.tokens) - self._known.start - self.session.n_past
 
     def _n_to_run(self, context: Context) -> int:
         """Rows to run: those not in the cache, or if there are none, the last one again, to know its result."""
@@ -173,13 +220,20 @@ class HeadDrafter(ModelBasedDrafter):
             self.session.truncate(self.session.n_past - 1)
         return self._n_unseen(context)
 
-    def _run_text(self, context: Context, n: int) -> tuple[Features, Logits]:
+    def _reading(self, context: Context, n: int) -> Drafting:
+        """Run the next n rows, and draft nothing."""
+        self._is_alone = True
+        yield from self._run_text(context, n)
+        return no_draft()
+
+    def _run_text(self, context: Context, n: int) -> Generator[Rows, Output, tuple[Features, Logits]]:
         """Run and commit the next n rows; returns the predicted feature and the logits of the last."""
-        first = len(self._tokens) - self._n_unseen(context)
+        first = len(self._known.tokens) - self._n_unseen(context)
         self._last = None
         for start in range(first, first + n, self.session.n_batch):
             end = min(first + n, start + self.session.n_batch)
-            out = self.session.forward(context.tokens[start + 1 : end + 1], self._features[start:end])
+            features = self._known.features(start, end)
+            out = yield Rows(self.session, context.tokens[start + 1 : end + 1], features=features)
             self.session.commit(list(range(end - start)) if self.session.spec.decoder.n_layers else [])
         self._last = _features(out)[-1], out.logits[-1]
         return self._last
@@ -189,7 +243,8 @@ class HeadDrafter(ModelBasedDrafter):
         """Observe the cost of a pass of n rows and of the work on its results."""
         n_past, started = self.session.n_past, perf_counter()
         yield
-        self._costs.observe(n, n_past, 1e3 * (perf_counter() - started))
+        if self._is_alone:
+            self._costs.observe(n, n_past, 1e3 * (perf_counter() - started))
 
     @contextmanager
     def _timed_first(self, n: int) -> Iterator[None]:
@@ -197,7 +252,7 @@ class HeadDrafter(ModelBasedDrafter):
         n_past, started = self.session.n_past, perf_counter()
         yield
         expected = self._costs.chain_ms(n, n_past)
-        if n <= _FEW_ROWS:  # an outlier counts as no more than two passes
+        if n <= _FEW_ROWS and self._is_alone:  # an outlier counts as no more than two passes
             extra = min(max(0.0, 1e3 * (perf_counter() - started) - expected), 2.0 * expected)
             self._cold_ms += _COLD_RATE * (extra - self._cold_ms)
 
@@ -206,10 +261,10 @@ class HeadDrafter(ModelBasedDrafter):
         """After a failure all features are forgotten, and the cache is truncated when the next ones come."""
         try:
             yield
-        except Interrupted:
+        except (Interrupted, CacheFull, GeneratorExit):  # nothing has changed
             raise
         except BaseException:
-            self._tokens.clear()
+            self._known.forget()
             self._text = ()
             raise
 
@@ -234,11 +289,11 @@ class HeadDrafter(ModelBasedDrafter):
         """Run the new tokens of the text, and let the device make the levels of a tree after it."""
         context = tree.context
         n = self._n_to_run(context)
-        first, n_past, started = len(self._tokens) - n, self.session.n_past, perf_counter()
+        first, n_past, started = len(self._known.tokens) - n, self.session.n_past, perf_counter()
         self._last = None
         nodes = device_drafting.session.draft(
             context.tokens[first + 1 : first + 1 + n],
-            self._features[first : first + n],
+            self._known.features(first, first + n),
             n_levels,
             DEFAULT_WIDTH,
             context.tokens[len(context.tokens) - context.n_unverified :],
@@ -274,29 +329,30 @@ class HeadDrafter(ModelBasedDrafter):
 
     # ---- A tree level by level ---------------------------------------------------------------------------------------
 
-    def _grow_by_levels(self, tree: GrowingTree) -> None:
+    def _grow_by_levels(self, tree: GrowingTree) -> Generator[Rows, Output, None]:
         """Add levels to a tree as long as each is worth making."""
-        level, chain = self._first_level(tree), list[float]()
+        level, chain = (yield from self._first_level(tree)), list[float]()
         while level:
             chain.append(level[0].path_probability)
             if self._device_drafting is not None:
                 self._device_drafting.learn(chain[-1] / (chain[-2] if len(chain) > 1 else 1.0))
-            level = self._next_level(tree, level, len(chain)) if tree.context.acceptance.should_extend(chain) else []
+            is_longer = tree.context.acceptance.should_extend(chain)
+            level = (yield from self._next_level(tree, level, len(chain))) if is_longer else []
 
-    def _first_level(self, tree: GrowingTree) -> list[Node]:
+    def _first_level(self, tree: GrowingTree) -> Generator[Rows, Output, list[Node]]:
         """Run the new and the unverified tokens of the text; returns the nodes after them, most probable first."""
         context = tree.context
         n = self._n_to_run(context) if self._last is None else self._n_unseen(context)
         if n or self._last is None:
             with self._timed_first(n):
-                feature, logits = self._run_text(context, n)
+                feature, logits = yield from self._run_text(context, n)
         else:
             feature, logits = self._last
         root = Node(-1, 1.0, [], -1, feature)
         for token in context.tokens[len(context.tokens) - context.n_unverified :]:
             if self._n_free_rows(tree) < 1:
                 return []
-            out = self.session.forward([token], root.feature[None], [root.row], n_pending=tree.n_pending)
+            out = yield Rows(self.session, [token], [root.row], n_pending=tree.n_pending, features=root.feature[None])
             root, logits = root._replace(row=tree.n_pending, feature=_features(out)[0]), out.logits[0]
             tree.n_pending += 1
         return self._children(tree, root, 0, logits)
@@ -305,7 +361,7 @@ class HeadDrafter(ModelBasedDrafter):
         """Rows of the session that the tree may still take."""
         return min(self.session.n_ctx - self.session.n_past, self.session.n_batch) - tree.n_pending
 
-    def _next_level(self, tree: GrowingTree, level: list[Node], depth: int) -> list[Node]:
+    def _next_level(self, tree: GrowingTree, level: list[Node], depth: int) -> Generator[Rows, Output, list[Node]]:
         """Run the most probable nodes of a level in one pass; returns their children, most probable first."""
         session, n_pending, n_free = self.session, tree.n_pending, self._n_free_rows(tree)
         if n_free < 1 or len(tree.tokens) >= tree.limit:
@@ -319,7 +375,7 @@ class HeadDrafter(ModelBasedDrafter):
             for row, node in zip(features, chosen, strict=True):
                 row[:] = node.feature
             tokens, parents = [node.path[-1] for node in chosen], [node.row for node in chosen]
-            out = session.forward(tokens, features, parents, n_pending=n_pending, logits="all")
+            out = yield Rows(session, tokens, parents, "all", n_pending=n_pending, features=features)
             tree.n_pending += len(chosen)
             for i, node in enumerate(chosen):
                 parent = node._replace(row=n_pending + i, feature=_features(out)[i])
@@ -371,3 +427,8 @@ def _features(out: Output) -> Features:
         raise ShapeError("a head must return the features that it predicts: found none")
     features: Features = out.hidden[0]
     return features
+
+
+def _n_texts(session: HeadSession) -> int:
+    """How many texts at once the memory of a head is planned for."""
+    return session.model.n_sequences if isinstance(session.model, JointHeadModel) else 1

@@ -257,7 +257,7 @@ def test_the_extra_cost_of_a_first_pass_is_not_a_cost_of_levels(drafting, texts,
     forward = drafter.session.forward
 
     def timed(*arguments, **options):
-        is_first = not options.get("n_pending") and not options.get("logits")
+        is_first = not options.get("n_pending") and options.get("logits") == "last"
         passes.append(is_first)
         clock[0] += 2.5e-3 if is_first else 1e-3
         return forward(*arguments, **options)
@@ -355,7 +355,7 @@ def test_a_text_that_another_was_parked_for_is_gone_on_with_from_where_features_
     for prompt in (one, two, [*one, 5, 6]):
         assert tokens_of(drafting, n=12, prompt=prompt) == tokens_of(plain, n=12, prompt=prompt)
     completion = drafting.generate([*one, 5, 6], max_tokens=12, **GREEDY)
-    assert completion.timings.speculation.dropped == {} and drafter._start > 0
+    assert completion.timings.speculation.dropped == {} and drafter._known.start > 0
 
 
 def test_each_token_passes_once_and_drafts_take_few_rows(drafting):
@@ -557,13 +557,15 @@ def test_a_head_is_in_the_plan(opened, model, head):
     with_head, without = opened(model, draft=str(head)), opened(model)
     with ModelFile.open(head) as file:
         n_threads, n_ctx = with_head.device.n_threads, with_head.n_ctx
-        plan = plan_head(file, read_head(file), LoadSettings(n_ctx, n_batch=128, n_threads=n_threads))
+        n_texts = with_head.memory_plan.n_sequences
+        settings = LoadSettings(n_ctx, n_batch=128, n_threads=n_threads, parallel=n_texts)
+        plan = plan_head(file, read_head(file), settings)
     drafter, n_batch = drafter_of(with_head), with_head.memory_plan.n_batch
     n_rows = 0 if drafter.taps is True else n_rows_of(drafter)
     n_logits = drafter.session.spec.decoder.n_logits
-    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows, n_logits).values())
-    own = drafter._features.nbytes + drafter._level.nbytes + drafter._logits.nbytes
-    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + 4 * 5 * n_logits
+    kept = sum(HeadDrafter.memory(n_ctx, n_batch, 256, 291, n_rows, n_logits, n_texts).values())
+    own = drafter._known.memory.rows.nbytes + n_texts * (drafter._level.nbytes + drafter._logits.nbytes)
+    assert kept == own + 4 * (256 + 2 * n_rows) * n_batch + n_texts * 4 * 5 * n_logits
     assert with_head.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + kept
     assert [one.name for one in with_head.speculator.drafters] == ["suffix", "answers", "recycling", "head"]
 
