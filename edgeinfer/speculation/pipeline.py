@@ -24,7 +24,7 @@ from edgeinfer.speculation.drafters.joint import Running, draft_together
 from edgeinfer.speculation.expert_cost import ExpertCostModel
 from edgeinfer.speculation.expert_forecast import ExpertForecast
 from edgeinfer.speculation.padding import PassPadding
-from edgeinfer.speculation.payoff import Payoff
+from edgeinfer.speculation.payoff import REST_OF_SEVERAL, Payoff, Rest
 from edgeinfer.speculation.policy import (
     Proposal,
     VerifyTree,
@@ -95,6 +95,7 @@ class Speculator:
         self._padding = PassPadding()
         self._preemptions = Preemptions()
         self._payoffs: dict[int, Payoff] = {}  # by number of texts in a pass
+        self._rest_of_several = Rest(REST_OF_SEVERAL)
         self._forced = AcceptanceTable()  # of the drafts of constraints
         self._answer_tokens = float(_ANSWER_TOKENS)  # mean length of the last answers, each half the weight of the next
         self._timeline: Timeline | None = None
@@ -244,7 +245,7 @@ class Speculator:
         """Whether drafting pays in passes of so many texts."""
         payoff = self._payoffs.get(n_texts)
         if payoff is None:
-            payoff = self._payoffs[n_texts] = Payoff(n_texts)
+            payoff = self._payoffs[n_texts] = Payoff(n_texts, None if n_texts == 1 else self._rest_of_several)
         return payoff
 
     def _states_of(self, place: int) -> list[DrafterState]:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from edgeinfer.speculation.payoff import Payoff
+from edgeinfer.speculation.payoff import REST_OF_SEVERAL, Payoff, Rest
 
 Step = Callable[[int], tuple[int, float]]  # tokens of a step with drafts and its seconds, by the tokens so far
 
@@ -126,3 +126,25 @@ def test_nothing_is_known_before_the_first_plain_step() -> None:
     assert payoff.plain_seconds is None
     payoff.count_plain(0.01)
     assert payoff.plain_seconds == pytest.approx(0.01)
+
+
+def test_where_drafts_do_not_pay_with_some_texts_they_rest_with_any_number() -> None:
+    """The number of texts changes as some end; each begins a trial of its own only where drafting does not rest."""
+    rest = Rest(REST_OF_SEVERAL)
+    payoffs = {n: Unpatched(n, rest) for n in range(2, 9)}
+    n_drafted, n_steps = 0, 0
+    for n in (*range(8, 1, -1), *range(2, 9)):
+        for _ in range(30):
+            payoff = payoffs[n]
+            if payoff.measured_without_patch():
+                payoff.count_plain(0.010 * n, n)
+                payoff.count(n, 0.010 * n, False)
+            else:
+                payoff.count(n, 0.014 * n, True)
+                n_drafted += 1
+            n_steps += 1
+    assert n_steps == 420 and 6 <= n_drafted <= 40
+    assert all(each.is_resting for each in payoffs.values())
+    for _ in range(600):
+        payoffs[4].count(4, 0.04, False)
+    assert not any(each.is_resting for each in payoffs.values())

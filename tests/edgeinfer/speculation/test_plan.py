@@ -26,14 +26,17 @@ def test_by_default_the_free_drafters_draft_and_are_in_the_plan(opened, model):
 def test_a_draft_model_is_in_the_plan(opened, model, draft_model):
     with_model, without = opened(model, draft=str(draft_model)), opened(model)
     with ModelFile.open(draft_model) as file:
-        n_threads = with_model.device.n_threads
+        n_threads, n_texts = with_model.device.n_threads, with_model.memory_plan.n_sequences
         plan = NativeBackend(for_drafts=True, resident=True).plan(
             file,
             read_spec(file),
-            LoadSettings(with_model.n_ctx, n_batch=with_model.memory_plan.n_batch, n_threads=n_threads),
+            LoadSettings(
+                with_model.n_ctx, n_batch=with_model.memory_plan.n_batch, n_threads=n_threads, parallel=n_texts
+            ),
         )
     assert (
-        with_model.memory_plan.use.drafters - without.memory_plan.use.drafters == plan.use.total + NgramLookup.memory()
+        with_model.memory_plan.use.drafters - without.memory_plan.use.drafters
+        == plan.use.total + n_texts * NgramLookup.memory()
     )
 
 
