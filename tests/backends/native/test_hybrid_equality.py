@@ -1,7 +1,7 @@
 """Recurrent layers, `==` all along: every pass against one token at a time, three seeds of a text each.
 
-The models have experts or not, all in memory or a quarter of them in a cache. What sessions did before, and drafters, is
-in test_hybrids.py, tests/edgeinfer/speculation/test_hybrid_texts.py and test_own_block.py.
+The models have experts or not, all in memory or a quarter of them in a cache. What sessions did before, and drafters,
+are in test_hybrids.py, tests/edgeinfer/speculation/test_hybrid_texts.py and test_own_block.py.
 """
 
 from __future__ import annotations
