@@ -136,6 +136,7 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)  # those that have another name after "blk.<index>."
     experts: ExpertRecipe | None = None  # what is special about its experts, None without any
     skips_nextn: bool = False  # layers that predict tokens further ahead, the last of block_count, are left out
+    has_nextn: bool = False  # and they are blocks as NextnBlock has it, which was compared with another engine
     # whether there is an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None
@@ -175,6 +176,10 @@ class Reader(KeyReader):
     def nextn(self) -> tuple[NextnBlock, ...]:
         """The blocks behind the layers that draft, all of them checked; () where there are none."""
         spec = self.spec()
+        if self._n_skipped() and not self.architecture.has_nextn:
+            raise UnsupportedModel(
+                f"{self.file.path}: the blocks that draft (nextn) of {spec.architecture} are not read"
+            )
         return tuple(self._nextn(spec, spec.n_layers + number) for number in range(self._n_skipped()))
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,11 +19,13 @@ from edgeinfer.backends.native.config import (
     front_config,
     positions_of,
 )
+from edgeinfer.backends.native.experts.model_experts import ModelExperts, experts_of, resident_experts
 from edgeinfer.backends.native.model import DecoderParts, NativeDecoder, NativeModel, assemble, shared_threads
 from edgeinfer.backends.native.passes import Listed, SequenceRows
 from edgeinfer.backends.native.sequence_pool import SharedPool
 from edgeinfer.backends.native.session import NativeSequence
 from edgeinfer.backends.native.weights import (
+    Packing,
     Part,
     embedding_of,
     inputs_of,
@@ -35,12 +38,11 @@ from edgeinfer.common.errors import InvalidArgument, ShapeError
 from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
-from edgeinfer.models import Experts, check_blocks
+from edgeinfer.models import check_blocks
 from edgeinfer.models.draft_head import HeadSpec
 from edgeinfer.models.gguf import ModelFile
 
-# A head with experts would need a store of its own.
-_BLOCKS = {**{kind: of_kind for kind, of_kind in BLOCKS.items() if kind is not Experts}, **PARTS_OF_HEADS}
+_BLOCKS = {**BLOCKS, **PARTS_OF_HEADS}
 
 
 def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> MemoryPlan:
@@ -48,12 +50,14 @@ def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> Memory
 
     The sequences share n_ctx positions, and each may end within a segment of its own.
 
+    All experts that it may have are in memory: a draft that waits for the disk comes too late.
     Raises UnsupportedModel.
     """
     _check(head, spec)
     settings = settings.with_batch()
     parts = parts_of(head, spec.weights())
-    config = _config(spec, parts, settings.n_ctx, settings.n_batch)
+    experts = experts_of(head, spec.decoder, Packing())
+    config = _config(spec, parts, experts, settings.n_ctx, settings.n_batch)
     rows = embedding_of(head, spec.decoder, parts, is_held=True)
     weights = packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
     activations = config.activation_bytes(front_config(spec), settings.n_threads)
@@ -61,7 +65,8 @@ def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> Memory
         activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
     n_texts, n_positions = settings.n_texts, positions_of(settings)
     kv_cache = config.kv_bytes(_core.KvType.f16, settings.n_ctx, n_texts, n_positions)
-    return MemoryPlan(settings, MemoryUse(weights, kv_cache, activations), cache_positions=n_positions)
+    use = MemoryUse(weights, kv_cache, activations, experts=experts.n_bytes)
+    return MemoryPlan(settings, use, cache_positions=n_positions)
 
 
 def load_head(
@@ -73,16 +78,17 @@ def load_head(
     spec: see read_head_beside. Raises UnsupportedModel.
     """
     _check(head, spec)
-    parts = parts_of(head, spec.weights())
+    parts, experts = parts_of(head, spec.weights()), experts_of(head, spec.decoder, Packing())
     threads = shared_threads(target.threads, device.n_threads)
     weights = _core.Weights(packed_bytes(parts), None, target.weights())
     pack_weights(weights, head, parts, threads)
     rows = embedding_of(head, spec.decoder, parts, is_held=True)
     if rows is not None:
         set_embedding(weights, head, rows)
+    store = _core.ResidentExperts(resident_experts(experts, head, threads)) if experts.layers else None
     head.unmap()
-    config = _config(spec, parts, plan.n_ctx, plan.n_batch)
-    made = assemble(spec.decoder, config, front_config(spec), plan, device, weights, threads, rows)
+    config = _config(spec, parts, experts, plan.n_ctx, plan.n_batch)
+    made = assemble(spec.decoder, config, front_config(spec), plan, device, weights, threads, rows, store)
     projection = None
     if (part := spec.features) is not None:
         sizes = part.n_embd, part.n_rows, part.n_normed, spec.decoder.norm_epsilon
@@ -91,10 +97,12 @@ def load_head(
     return NativeHeadModel(made, spec, plan, projection)
 
 
-def _config(spec: HeadSpec, parts: Sequence[Part], n_ctx: int, n_batch: int) -> _core.DecoderConfig:
+def _config(
+    spec: HeadSpec, parts: Sequence[Part], experts: ModelExperts, n_ctx: int, n_batch: int
+) -> _core.DecoderConfig:
     """Sizes of the decoder and of what it computes."""
     config = decoder_config(spec.decoder, n_ctx, n_batch)
-    add_inputs(config, inputs_of(parts))
+    add_inputs(config, inputs_of(parts) | experts.inputs())
     if spec.decoder.output is None:  # which is the target's
         config.add_inputs_of_output()
     return config
@@ -158,7 +166,7 @@ class NativeHeadModel(NativeDecoder, JointHeadModel):
         use = super().memory()
         features = self.spec.features
         of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
-        return MemoryUse(use.weights, 0, use.activations + of_features)
+        return replace(use, activations=use.activations + of_features)
 
     @override
     def close(self) -> None:

@@ -13,7 +13,7 @@ from edgeinfer.loading.backend_choice import choose_target
 from edgeinfer.loading.options import LoadOptions
 from edgeinfer.memory.budget import Ledger
 from edgeinfer.memory.fit import Fitting
-from edgeinfer.models import ModelSizes
+from edgeinfer.models import Experts, ModelSizes, ModelSpec
 from edgeinfer.models.draft_head import HeadSpec, is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ class Drafters:
     """What drafts beside a model."""
 
     names: tuple[str, ...] = ()  # of drafters, those without a model first
-    weight_bytes: int = 0  # of the draft model or the head, which each draft token reads; 0 without one
+    weight_bytes: int = 0  # of the draft model or the head, that each draft token reads; 0 without one
     acceptance_rate: float | None = None  # of a head, where its file says it
     is_head: bool = False
     dropped: dict[str, str] = field(default_factory=dict)  # those that cannot be used, with the reason
@@ -125,7 +125,14 @@ def _drafters_of(drafts: DraftPlan | None) -> Drafters:
     is_head = isinstance(drafts.spec, HeadSpec)
     rate = drafts.spec.acceptance_rate if isinstance(drafts.spec, HeadSpec) else None
     names = (*free, "head" if is_head else "model")
-    return Drafters(names, drafts.plan.use.weights, rate, is_head, dict(drafts.dropped))
+    return Drafters(names, _bytes_of_token(drafts.plan, drafts.spec), rate, is_head, dict(drafts.dropped))
+
+
+def _bytes_of_token(plan: MemoryPlan, spec: ModelSpec | HeadSpec | None) -> int:
+    """Weights that a draft token reads: of experts those that it uses."""
+    layers = () if spec is None else (spec.decoder if isinstance(spec, HeadSpec) else spec).layers
+    shares = [layer.ffn.share_used("down") for layer in layers if isinstance(layer.ffn, Experts)]
+    return plan.use.weights + int(plan.use.experts * sum(shares) / max(1, len(shares)))
 
 
 def contexts_up_to(n_ctx_train: int, finest: int, least: int = 512) -> Sequence[int]:

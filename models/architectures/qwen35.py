@@ -99,6 +99,7 @@ ARCHITECTURE = Architecture(
     renamed={"ffn.norm": "post_attention_norm.weight"},
     qk_norm="per_head",
     skips_nextn=True,
+    has_nextn=True,
     recurrence=gated_delta_net,
     refine=gated_attention,
 )

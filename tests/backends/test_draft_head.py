@@ -12,7 +12,7 @@ from exactness import TREE, same_bits
 from peer import llama_cpp_eagle3, llama_cpp_layer_inputs, llama_cpp_mtp
 from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
-from tiny_hybrids import write_tiny_hybrid
+from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.head_weights import read_head_beside, read_nextn_beside
@@ -25,6 +25,8 @@ from edgeinfer.models import ModelSpec, read_spec
 from edgeinfer.models.draft_head import HeadSpec, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
+
+BLOCKS: dict[int | str, HybridArchitecture] = {"mtp": "qwen35", "mtp experts": "qwen35moe"}  # that draft, by kind
 
 
 @dataclass
@@ -43,9 +45,9 @@ class Heads:
 def heads_of(
     folder: Path, tensor_type: str, kind: int | str, n_embd: int = 256, architecture: str = "llama", **options: object
 ) -> Heads:
-    """kind: the number of blocks of a head with a gate, "eagle3", or "mtp". All take more options."""
-    if kind == "mtp":
-        return block_of(folder, tensor_type, n_embd=n_embd, **options)  # type: ignore[arg-type]
+    """kind: the number of blocks of a head with a gate, "eagle3", "mtp", or "mtp experts". All take more options."""
+    if kind in BLOCKS:
+        return block_of(folder, tensor_type, architecture=BLOCKS[kind], n_embd=n_embd, **options)  # type: ignore
     target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
     if kind == "eagle3":
         path = write_tiny_eagle3(folder / "head.gguf", target, tensor_type=tensor_type, **options)  # type: ignore
@@ -59,9 +61,15 @@ def heads_of(
     return opened_heads(file, read_head_beside(file, model, of_target), model, of_target)
 
 
-def block_of(folder: Path, tensor_type: str, most: int = 1 << 15, **options: object) -> Heads:
+def block_of(
+    folder: Path,
+    tensor_type: str,
+    most: int = 1 << 15,
+    architecture: HybridArchitecture = "qwen35",
+    **options: object,
+) -> Heads:
     """The block of a model's own file that drafts; most: tokens that it does draft, beside the special ones."""
-    path = write_tiny_hybrid(folder / "mtp.gguf", "qwen35", tensor_type, n_nextn=1, **options)  # type: ignore[arg-type]
+    path = write_tiny_hybrid(folder / "mtp.gguf", architecture, tensor_type, n_nextn=1, **options)  # type: ignore
     file, model = ModelFile.open(path), ModelFile.open(path)
     of_target = read_spec(model)
     return opened_heads(file, read_nextn_beside(file, of_target, most), model, of_target)
@@ -85,12 +93,12 @@ def opened_heads(file: ModelFile, spec: HeadSpec, model: ModelFile, of_target: M
     )
 
 
-@pytest.fixture(params=[2, "eagle3", "mtp"], ids=["gate", "eagle3", "mtp"])
+@pytest.fixture(params=[2, "eagle3", *BLOCKS], ids=["gate", "eagle3", *BLOCKS])
 def heads(request: pytest.FixtureRequest, tmp_path: Path) -> Heads:
     return heads_of(tmp_path, "F16", request.param)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2, "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", [0, 1, 2, "eagle3", *BLOCKS])
 @pytest.mark.parametrize("tensor_type", ["F32", "F16", "Q8_0", "Q4_0", "Q4_K"])
 def test_logits_and_features_equal_the_reference(tmp_path: Path, tensor_type: str, kind: int | str) -> None:
     heads = heads_of(tmp_path, tensor_type, kind)
@@ -144,10 +152,13 @@ def test_the_reference_of_eagle3_heads_equals_llama_cpp(
         assert np.isneginf(np.delete(logits, spec.draft_vocab, axis=1)).all()
 
 
-def test_the_reference_of_a_block_that_drafts_equals_llama_cpp(tmp_path: Path, llama_cpp: ModuleType) -> None:
+@pytest.mark.parametrize("architecture", [*BLOCKS.values(), "qwen3next"])
+def test_the_reference_of_a_block_that_drafts_equals_llama_cpp(
+    tmp_path: Path, llama_cpp: ModuleType, architecture: HybridArchitecture
+) -> None:
     """With the hidden rows of llama.cpp's own model, which are those of the reference."""
     path, tokens = (
-        write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", n_nextn=1),
+        write_tiny_hybrid(tmp_path / "m.gguf", architecture, n_nextn=1),
         np.random.default_rng(1).integers(0, 259, 40),
     )
     hidden, logits, own = llama_cpp_mtp(llama_cpp, path, tokens)

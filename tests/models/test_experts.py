@@ -12,7 +12,7 @@ from tiny_experts import EXPERT_ARCHITECTURES, ExpertArchitecture, write_tiny_ex
 from tiny_models import write_tiny_model
 
 from edgeinfer.common.errors import UnsupportedModel
-from edgeinfer.models import Dense, ExpertRows, Experts, ModelSpec, read_spec
+from edgeinfer.models import Dense, ExpertRows, Experts, ModelSpec, read_nextn, read_spec
 from edgeinfer.models.expert_reader import MAY_BE_ROWS
 from edgeinfer.models.gguf import ModelFile
 
@@ -203,6 +203,8 @@ def test_the_draft_layers_of_glm4moe_are_left_out_and_nothing_else(tiny: dict[st
         "blk.3.nextn.eh_proj.weight": SimpleNamespace(shape=(96, 192)),
     }
     assert read_spec(changed(model, keys, drafting)) == read_spec(model)
+    with pytest.raises(UnsupportedModel, match=r"the blocks that draft \(nextn\) of glm4moe are not read"):
+        read_nextn(changed(model, keys, drafting))
     for name in ("blk.2.nextn.eh_proj.weight", "blk.4.nextn.eh_proj.weight", "blk.30.attn_norm.weight"):
         message = refusal(changed(model, keys, drafting | {name: SimpleNamespace(shape=(96, 192))}))
         assert f"1 tensors are not part of a glm4moe model that edgeinfer knows, first {name}" in message

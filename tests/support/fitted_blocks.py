@@ -7,27 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tiny_hybrids import write_tiny_hybrid
+from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.backends.reference_math import rms_norm
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
-from edgeinfer.models import read_nextn, read_spec
+from edgeinfer.models import Experts, read_nextn, read_spec
 from edgeinfer.models.gguf import ModelFile
 
 _NOISE = 0.02  # of what the layer adds, against what a random one would
 
 
-def write_fitted_hybrid(path: Path, texts: Sequence[Sequence[int]], **options: Any) -> Path:
-    """A qwen35 model with a block that drafts, which is right on these texts. options: see write_tiny_hybrid."""
-    write_tiny_hybrid(path, "qwen35", n_nextn=1, **options)
+def write_fitted_hybrid(
+    path: Path, texts: Sequence[Sequence[int]], architecture: HybridArchitecture = "qwen35", **options: Any
+) -> Path:
+    """A model with a block that drafts, which is right on these texts. options: see write_tiny_hybrid."""
+    write_tiny_hybrid(path, architecture, n_nextn=1, **options)
     with ModelFile.open(path) as file:
         spec, (block,), backend = read_spec(file), read_nextn(file), ReferenceBackend()
         names = (block.token_norm, block.hidden_norm, spec.output_norm, spec.token_embd)
         shapes = dict(zip(names, [(spec.n_embd,)] * 3 + [(spec.n_vocab, spec.n_embd)], strict=True))
         weights = {name: each.values for name, each in backend.read_weights(file, shapes).items()}
-        shrunk = backend.read_weights(file, {block.layer.ffn.down: (spec.n_embd, block.layer.ffn.n_ff)})
+        ffn = block.layer.ffn
+        roles = ("down", "shared_down") if isinstance(ffn, Experts) else ("down",)
+        shrunk = backend.read_weights(file, {getattr(ffn, role): ffn.shapes()[role] for role in roles})
         plan = backend.plan(file, spec, LoadSettings(512))
         session = backend.load(file, spec, plan, Device(1)).session()
         inputs, outputs = [], []
@@ -43,5 +47,5 @@ def write_fitted_hybrid(path: Path, texts: Sequence[Sequence[int]], **options: A
     values = {f"{name}.nextn.eh_proj.weight": fitted.astype(np.float32)}
     values |= {tensor: np.float32(_NOISE) * each.values for tensor, each in shrunk.items()}
     options["values"] = values
-    write_tiny_hybrid(path, "qwen35", n_nextn=1, **options)
+    write_tiny_hybrid(path, architecture, n_nextn=1, **options)
     return path

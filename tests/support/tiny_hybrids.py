@@ -249,7 +249,8 @@ def _add(
     """
     role, x = name.removesuffix(".weight"), normal(seed, name, shape)
     if name in values:
-        add_matrix(writer, name, tensor_type, values[name])
+        add = add_matrix if len(shape) == 2 else add_experts
+        add(writer, name, tensor_type, values[name])
     elif len(shape) == 1:
         writer.add_tensor(name, _vector(role.partition(".")[2].partition(".")[2] or role, x))
     elif role.endswith(_F32):

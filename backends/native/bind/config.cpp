@@ -119,13 +119,18 @@ void check_cache(const DecoderConfig& config, KvType type, int n_ctx) {
 PoolSizes pool_sizes(const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {
     if (n_sequences < 1 || n_sequences > 1 << 16 || (n_positions && n_positions < n_ctx))
         throw nb::value_error("a pool has room for one sequence at least");
-    return {config.sequence_sizes(type, n_ctx), n_sequences, n_positions ? n_positions : n_ctx};
+    PoolSizes sizes{config.sequence_sizes(type, n_ctx)};
+    sizes.n_sequences = n_sequences;
+    sizes.n_positions = n_positions ? n_positions : n_ctx;
+    return sizes;
 }
 
 void init_pool(SequencePool* pool, const DecoderConfig& config, KvType type, int n_ctx, int n_sequences,
-               int n_positions) {
+               int n_positions, size_t checkpoint_bytes) {
     check_cache(config, type, n_ctx);
-    new (pool) SequencePool(pool_sizes(config, type, n_ctx, n_sequences, n_positions));
+    PoolSizes sizes = pool_sizes(config, type, n_ctx, n_sequences, n_positions);
+    sizes.checkpoint_bytes = checkpoint_bytes;
+    new (pool) SequencePool(sizes);
 }
 
 void init_sequence(SequenceState* sequence, const DecoderConfig& config, KvType type, int n_ctx) {
@@ -363,7 +368,10 @@ void bind_config(nb::module_& m) {
 void bind_sequence_state(nb::module_& m) {
     nb::class_<SequencePool>(m, "SequencePool",
                              "The memory of the sequences of a model, and sequences that are kept in it for later.")
-        .def("__init__", &init_pool, "config"_a, "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0)
+        .def("__init__", &init_pool, "config"_a, "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0,
+             "checkpoint_bytes"_a = RecurrentMemory::kCheckpointBytes,
+             "checkpoint_bytes: of earlier states of recurrent layers, for each sequence that runs, together; those of "
+             "one each, and two, at least.")
         .def(
             "has_free", &has_free, "wants"_a, "by_batches"_a,
             "Whether so many slots after the committed ones of sequences can be had now; by_batches: committed n_batch "

@@ -5,10 +5,7 @@
 
 namespace {
 
-// Those that a text needs: the state before a pass, and the one after it.
-constexpr int kLeastSlots = 2;
-constexpr size_t kCheckpointBytes = size_t{64} << 20;
-constexpr int kFewestCheckpoints = 2, kMostCheckpoints = 16;
+constexpr int64_t kFewestCheckpoints = 2, kMostCheckpoints = 16;  // of all sequences; of each
 constexpr size_t kHugeSlot = size_t{8} << 20;  // bytes of a slot from which on huge pages lose little
 
 size_t slot_bytes(const RecurrentSizes& sizes, int n_layers) {
@@ -23,20 +20,21 @@ size_t row_bytes(const RecurrentSizes& sizes, int n_layers) {
 
 // ---- memory ----------------------------------------------------------------------------------------------------
 
-int RecurrentMemory::slots_of_sequence(const RecurrentSizes& sizes, int n_layers) {
-    const size_t fitting = kCheckpointBytes / slot_bytes(sizes, n_layers);
-    return kLeastSlots + std::clamp(static_cast<int>(std::min<size_t>(fitting, kMostCheckpoints)), kFewestCheckpoints,
-                                    kMostCheckpoints);
+int64_t RecurrentMemory::n_checkpoints(const RecurrentSizes& sizes, int n_layers, size_t n_bytes, int n_sequences) {
+    const size_t fitting = n_bytes * static_cast<size_t>(n_sequences) / slot_bytes(sizes, n_layers);
+    return std::clamp(static_cast<int64_t>(fitting), std::max<int64_t>(kFewestCheckpoints, n_sequences),
+                      kMostCheckpoints * n_sequences);
 }
 
 size_t RecurrentMemory::n_bytes(const RecurrentSizes& sizes, int n_layers, size_t n_slots, size_t n_rows) {
     return slot_bytes(sizes, n_layers) * n_slots + row_bytes(sizes, n_layers) * n_rows;
 }
 
-RecurrentMemory::RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows)
+RecurrentMemory::RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows,
+                                 int most_of_sequence)
     : sizes(sizes),
       n_layers(n_layers),
-      most_of_sequence(slots_of_sequence(sizes, n_layers)),
+      most_of_sequence(most_of_sequence),
       slots(n_slots),
       rows(n_rows),
       states_(slot_bytes(sizes, n_layers) * static_cast<size_t>(n_slots), slot_bytes(sizes, n_layers) >= kHugeSlot),
@@ -94,13 +92,13 @@ bool RecurrentTable::thin(Users& slots, int length, bool must_free) {
 
 // ---- what a pass needs -----------------------------------------------------------------------------------------
 
-// A place for the state after the committed rows, and for a tip. n_new: pending rows, those of the pass among them; they may
-// run in several passes.
+// A place for the state after the committed rows, or for a tip, which has their changes too. n_new: pending rows, those of the
+// pass among them.
 RecurrentState::Needed RecurrentState::needed(int n_new) const {
-    const bool needs_tip = n_new > kMostRows && tip_ < 0, needs_target = !committed_.empty() && target_ < 0;
+    const bool needs_tip = n_new > kMostRows && tip_ < 0;
+    const bool needs_target = n_new <= kMostRows && !committed_.empty() && target_ < 0;
     const size_t n_rows = static_cast<size_t>(std::min(n_new, kMostRows));
-    return {static_cast<size_t>(needs_tip) + static_cast<size_t>(needs_target),
-            n_rows - std::min(n_rows, nodes_.size())};
+    return {static_cast<size_t>(needs_tip || needs_target), n_rows - std::min(n_rows, nodes_.size())};
 }
 
 bool RecurrentState::has(int n_past, int n_slots) const {
@@ -113,13 +111,16 @@ size_t RecurrentState::n_held_beside_table() const {
     return static_cast<size_t>(tip_ >= 0) + static_cast<size_t>(snapshot_ >= 0) + static_cast<size_t>(has_target);
 }
 
-// For a checkpoint, beside what was claimed. A sequence has no more slots than its share, so that others have theirs.
+// For a checkpoint, beside what was claimed. Where none is free and a sequence has none, it takes one of that which has most.
 bool RecurrentState::make_place() {
     const size_t most = static_cast<size_t>(memory_.most_of_sequence);
     while (table_.entries.size() + n_held_beside_table() + spares_.size() >= most) {
         if (!table_.thin(memory_.slots, length(), false)) return false;
     }
-    return memory_.slots.has_free() || table_.thin(memory_.slots, length(), true);
+    if (memory_.slots.has_free() || table_.thin(memory_.slots, length(), true)) return true;
+    const auto n_entries = [](const RecurrentState* of) { return of->table_.entries.size(); };
+    RecurrentState& richest = **std::ranges::max_element(memory_.states, {}, n_entries);
+    return n_entries(&richest) > n_entries(this) + 1 && richest.table_.thin(memory_.slots, richest.length(), true);
 }
 
 // What a pass needs: claimed, or free since it dropped what was pending.
@@ -162,9 +163,22 @@ bool RecurrentClaim::take_slot(Claimed& of) {
     const int length = of.state->length();
     while (of.table.entries.size() + n_others >= most && of.table.thin(slots_, length, false)) {
     }
-    if (!slots_.has_free() && !of.table.thin(slots_, length, true)) return false;
+    while (!slots_.has_free()) {
+        if (!of.table.thin(slots_, length, true) && !thin_others(true) && !thin_others(false)) return false;
+    }
     of.spares.push_back(slots_.take());
     return true;
+}
+
+// Of the sequence that has the most, whatever runs after it: a pass reads no checkpoints but the base.
+bool RecurrentClaim::thin_others(bool must_free) {
+    std::vector<Claimed*> all;
+    for (RecurrentState* state : memory_.states) all.push_back(&claimed_of(*state));
+    std::stable_sort(all.begin(), all.end(), [](const Claimed* a, const Claimed* b) {
+        return a->table.entries.size() > b->table.entries.size();
+    });
+    return std::any_of(all.begin(), all.end(),
+                       [&](Claimed* of) { return of->table.thin(slots_, of->state->length(), must_free); });
 }
 
 // After tokens that are not there yet the state has been in a slot that was claimed for it, and in the one before, if that

@@ -8,12 +8,14 @@
 //
 // Earlier states, checkpoints, are where a text can be cut: where a request began to read its prompt, and kBack tokens before
 // the end of each long chain, since templates change the end of a prompt. There are some, at growing distances from the end.
-// Sequences share them, and rows of committed tokens; none of what is shared changes.
+// Sequences share them, and rows of committed tokens; none of what is shared changes. They have one store of checkpoints, which
+// are given up, also those of others, before a pass lacks a place.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -43,6 +45,8 @@ struct RecurrentSizes {
     size_t row_floats() const { return decays_at() + static_cast<size_t>((n_heads + 15) / 16 * 16); }
 };
 
+class RecurrentState;
+
 // The memory of states and rows that all sequences share. A state of all layers is in one slot, and the rows of a token in all
 // layers are one row.
 class RecurrentMemory : public LayerMemory {
@@ -52,11 +56,16 @@ public:
     // Rows of committed tokens, and those of the pass that applies them.
     static constexpr int kRowsOfSequence = 2 * kMostRows;
 
-    // Slots that a sequence has at most: the states before and after a pass, and checkpoints.
-    static int slots_of_sequence(const RecurrentSizes& sizes, int n_layers);
+    // Those that a sequence needs: the state before a pass, and the one after it.
+    static constexpr int kLeastSlots = 2;
+    static constexpr size_t kCheckpointBytes = size_t{64} << 20;
+
+    // Checkpoints of so many sequences that run: as many as these bytes of each hold, but one of each, and two, at least.
+    static int64_t n_checkpoints(const RecurrentSizes& sizes, int n_layers, size_t n_bytes, int n_sequences);
     static size_t n_bytes(const RecurrentSizes& sizes, int n_layers, size_t n_slots, size_t n_rows);
 
-    RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows);
+    // most_of_sequence: slots.
+    RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows, int most_of_sequence);
 
     std::unique_ptr<LayerState> state() override;
     std::unique_ptr<LayerClaim> claim() override;
@@ -71,6 +80,7 @@ public:
     const RecurrentSizes sizes;
     const int n_layers, most_of_sequence;  // slots
     Users slots, rows;
+    std::vector<RecurrentState*> states;  // of all sequences, those that are kept among them
 
 private:
     Memory states_, rows_;
@@ -102,8 +112,13 @@ public:
     // Scratch for the states of nodes: each that waits has another child, so that two nodes at least need a block.
     static constexpr int kMostBlocks = kMostRows / 2 + 1;
 
-    explicit RecurrentState(RecurrentMemory& memory) : memory_(memory), done_(memory.n_parts()) {}
-    ~RecurrentState() override { clear(); }
+    explicit RecurrentState(RecurrentMemory& memory) : memory_(memory), done_(memory.n_parts()) {
+        memory.states.push_back(this);
+    }
+    ~RecurrentState() override {
+        clear();
+        std::erase(memory_.states, this);
+    }
     RecurrentState(const RecurrentState&) = delete;
     RecurrentState& operator=(const RecurrentState&) = delete;
 
@@ -234,8 +249,9 @@ private:
 
     Claimed& claimed_of(LayerState& state);
     bool take_slot(Claimed& of);
+    bool thin_others(bool must_free);
 
     RecurrentMemory& memory_;
     Users slots_, rows_;
-    std::vector<Claimed> claimed_;
+    std::deque<Claimed> claimed_;  // of which references stay
 };

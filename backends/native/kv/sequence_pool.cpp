@@ -7,14 +7,17 @@
 
 namespace {
 
-// Pieces of a memory of which a sequence needs `each`, whatever its length: each one that runs may need so many, and those
-// that are kept in further positions need as many for each n_ctx of these.
-int64_t of_all(const PoolSizes& sizes, int64_t each) {
+// Pieces of a memory of which a sequence needs `each`, whatever its length, for those that are kept in further positions: as
+// many for each n_ctx of these.
+int64_t of_kept(const PoolSizes& sizes, int64_t each) {
     const int64_t n_ctx = sizes.of_sequence.n_ctx;
     const int64_t of_running = n_ctx + int64_t{kSegment} * (sizes.n_sequences - 1);
     const int64_t further = std::max<int64_t>(0, sizes.n_positions - of_running);
-    return each * sizes.n_sequences + (each * further + n_ctx - 1) / n_ctx;
+    return (each * further + n_ctx - 1) / n_ctx;
 }
+
+// The same for all: each one that runs may need so many.
+int64_t of_all(const PoolSizes& sizes, int64_t each) { return each * sizes.n_sequences + of_kept(sizes, each); }
 
 int64_t segments_of_windows(const PoolSizes& sizes, int window) {
     return of_all(sizes, KvMemory::n_segments_of(window, sizes.of_sequence.n_batch));
@@ -32,8 +35,16 @@ struct Alike {
     int64_t n_segments(const PoolSizes& sizes) const {
         return kv()->window ? segments_of_windows(sizes, kv()->window) : segments_of(sizes.n_positions);
     }
+    int64_t n_checkpoints(const PoolSizes& sizes, int n_sequences) const {
+        return RecurrentMemory::n_checkpoints(recurrent(), n_layers(), sizes.checkpoint_bytes, n_sequences);
+    }
+    // Of a sequence, which may have all checkpoints.
+    int64_t most_slots(const PoolSizes& sizes) const {
+        return RecurrentMemory::kLeastSlots + n_checkpoints(sizes, sizes.n_sequences);
+    }
     int64_t n_slots(const PoolSizes& sizes) const {
-        return of_all(sizes, RecurrentMemory::slots_of_sequence(recurrent(), n_layers()));
+        const int64_t of_running = int64_t{RecurrentMemory::kLeastSlots} * (sizes.n_sequences - 1) + most_slots(sizes);
+        return of_running + of_kept(sizes, RecurrentMemory::kLeastSlots + n_checkpoints(sizes, 1));
     }
     static int64_t n_rows(const PoolSizes& sizes) {
         return int64_t{RecurrentMemory::kRowsOfSequence} * sizes.n_sequences;
@@ -54,7 +65,7 @@ std::unique_ptr<LayerMemory> Alike::memory(const PoolSizes& sizes) const {
         return std::make_unique<KvMemory>(shape(one.type), kv()->window, one.n_batch,
                                           static_cast<int>(n_segments(sizes)));
     return std::make_unique<RecurrentMemory>(recurrent(), n_layers(), static_cast<int>(n_slots(sizes)),
-                                             static_cast<int>(n_rows(sizes)));
+                                             static_cast<int>(n_rows(sizes)), static_cast<int>(most_slots(sizes)));
 }
 
 // A window that would hold no less than all of the sequences is none.
@@ -126,6 +137,7 @@ size_t SequencePool::recurrent_bytes() const {
 }
 
 SequencePool::States SequencePool::new_states() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
     States states;
     for (const auto& memory : memories_) states.push_back(memory->state());
     return states;

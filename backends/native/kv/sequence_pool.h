@@ -35,6 +35,7 @@ struct SequenceSizes {
 struct PoolSizes {
     SequenceSizes of_sequence;
     int n_sequences = 1, n_positions = 0;
+    size_t checkpoint_bytes = RecurrentMemory::kCheckpointBytes;  // see RecurrentMemory::n_checkpoints
 
     static PoolSizes of_one(const SequenceSizes& sizes) { return {sizes, 1, sizes.n_ctx}; }
 };

@@ -12,6 +12,8 @@ from tiny_hybrids import write_tiny_hybrid
 
 import edgeinfer
 from edgeinfer.common.errors import UnsupportedModel
+from edgeinfer.loading import plan as load_plan
+from edgeinfer.memory.process import Process
 
 REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -29,12 +31,12 @@ def opened(path: Path, **options: Any) -> Any:
     return engine
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe"])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
-    with opened(write_tiny_hybrid(path, "qwen35", n_nextn=1), draft="none") as engine:
+    with opened(write_tiny_hybrid(path, request.param, n_nextn=1), draft="none") as engine:
         text = [*engine.tokenize(PROMPT), *tokens_of(engine, REQUESTS[0])]
-    return write_fitted_hybrid(path, [text])
+    return write_fitted_hybrid(path, [text], request.param)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +83,33 @@ def test_a_model_without_it_loses_nothing_and_is_told_where_it_was_named(tmp_pat
         edgeinfer.profile(path, draft="mtp")
 
 
-def test_a_block_with_experts_is_left_out_by_name(tmp_path: Path) -> None:
-    path = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35moe", n_nextn=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opened(path).close()
-    with pytest.warns(RuntimeWarning, match="without mtp: .* Experts"):
-        opened(path, draft="mtp").close()
+def test_the_experts_of_a_block_are_in_memory_as_planned_whatever_the_model_s_are(tmp_path: Path) -> None:
+    """A cache of a quarter of the model's experts, and all of the block's."""
+    path = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35moe", "Q8_0", n_nextn=1)
+    with opened(path, draft="none") as plain:
+        of_layer = plain.memory_plan.use.experts // 4
+        expected = [tokens_of(plain, request) for request in REQUESTS]
+    with opened(path, draft="mtp", expert_cache=of_layer) as engine:
+        assert [tokens_of(engine, request) for request in REQUESTS] == expected
+        parts = {item.detail: item for item in engine.memory.items if item.purpose == "drafters"}
+    with opened(path, draft="mtp") as engine:
+        assert {item.detail: item.planned for item in engine.memory.items if item.purpose == "drafters"}["weights"] == (
+            parts["weights"].planned
+        )
+    assert parts["weights"].planned > of_layer and parts["weights"].taken == parts["weights"].planned
+
+
+def test_a_block_with_experts_is_left_out_where_there_is_no_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, request = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35moe", n_nextn=1), REQUESTS[1]
+    monkeypatch.setattr(load_plan, "process_of", lambda *_: Process(0, 0))
+    with opened(path, draft="none", parallel=1) as engine:
+        budget, expected = engine.memory.peak + 1000, tokens_of(engine, request)
+    with pytest.warns(RuntimeWarning, match=r"reduced: no draft head \(m.gguf\)$"):
+        engine = opened(path, draft=["mtp"], budget=budget, parallel=1)
+    with engine:
+        assert tokens_of(engine, request) == expected
 
 
 def test_its_memory_is_in_the_plan(path: Path) -> None:
