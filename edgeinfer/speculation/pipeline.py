@@ -289,10 +289,11 @@ class Speculator:
         started = perf_counter()
         payoff, n_past = self._payoff(len(texts)), sum(text.session.n_past for text in texts) // len(texts)
         is_plain = payoff.needs_plain_step or len(texts) > MAX_TOKENS
-        if len(texts) == 1:
-            steps = [self._step(texts[0], is_plain)]
+        is_resting = is_plain and payoff.is_resting and len(texts) <= MAX_TOKENS
+        if len(texts) > 1:
+            steps = self._joint_steps(texts, is_plain, is_resting, n_past)
         else:
-            steps = self._joint_steps(texts, is_plain, n_past)
+            steps = [self._resting_step(texts[0]) if is_resting else self._step(texts[0], is_plain)]
         return VerifyPass(steps, is_plain, n_past, started, perf_counter())
 
     def plain(self, texts: Sequence[DraftedText]) -> VerifyPass:
@@ -327,22 +328,36 @@ class Speculator:
             self._start_background(text, [tree.tokens[node] for node in tree.path], max_nodes)
         return self._made(text, proposals, tree, self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs))
 
-    def _joint_steps(self, texts: Sequence[DraftedText], is_plain: bool, n_past: int) -> list[Step]:
+    def _resting_step(self, text: DraftedText) -> Step:
+        """The same while drafting rests: no drafter is asked, but what a constraint forces costs nothing to draft."""
+        self._stop_background(text)
+        max_nodes, tree = self._max_nodes(text), VerifyTree()
+        proposals: list[Proposal] = []
+        if text.constraint is not None and max_nodes > 0 and text.n_left > 1:
+            verify_ms = self.costs.milliseconds(text.session.n_past)
+            least = min_useful_probability(verify_ms)
+            proposals = self._ask_forced(text, max_nodes, least)
+            tree = self._select(text, proposals, verify_ms, (max_nodes, text.n_left - 1, least))
+        return self._made(text, proposals, tree, self._padding.n_tokens(len(tree.tokens), max_nodes, self.costs))
+
+    def _joint_steps(self, texts: Sequence[DraftedText], is_plain: bool, is_resting: bool, n_past: int) -> list[Step]:
         """The steps of several texts, whose drafts compete for the rows of the pass."""
         nothing: list[Proposal] = []
-        if is_plain:
+        if is_plain and not (is_resting and any(text.constraint is not None for text in texts)):
             return [self._made(text, nothing, VerifyTree(), 0) for text in texts]
         verify_ms = self.costs.milliseconds(n_past)
         useful = min_useful_probability(verify_ms, len(texts))
         proposals, limits = [], []
+        ask = self._ask_forced if is_resting else self._ask_free
         for text in texts:
             self._stop_background(text)
             max_nodes, max_depth = self._max_nodes(text), text.n_left - 1
-            proposals.append(self._ask_free(text, max_nodes, useful) if max_nodes and max_depth > 0 else nothing)
+            proposals.append(ask(text, max_nodes, useful) if max_nodes and max_depth > 0 else nothing)
             limits.append((max_nodes, max_depth))
         max_rows = min(self._draft_max + len(texts), MAX_TOKENS)
         trees = select_trees(proposals, verify_ms, max_rows - len(texts), limits, useful)
-        of_models = self._ask_models(texts, trees, verify_ms, max_rows, limits, useful)
+        asked = [] if is_resting else texts
+        of_models = self._ask_models(asked, trees, verify_ms, max_rows, limits, useful)
         if any(of_models):  # more reliable than those that copy
             proposals = [[*first, *others] for first, others in zip(of_models, proposals, strict=True)]
             trees = select_trees(proposals, verify_ms, max_rows - len(texts), limits, useful)
@@ -360,6 +375,8 @@ class Speculator:
         """What draft models and heads propose for several texts, in passes of all of them, where they are expected to
         be faster than these trees; for each text."""
         n_texts, found = len(texts), list[list[Proposal]]()
+        if not any(state.joint for text in texts for state in text.states):
+            return found
         n_own = max_rows // n_texts - 1  # nodes of a text, if all have as many
         of_each = [verify_ms[n * n_texts] / n_texts for n in range(n_own + 2)]  # of a pass, by rows of each text
         rate = sum(tree.expected for tree in trees) / verify_ms[n_texts + sum(len(tree.tokens) for tree in trees)]
@@ -461,12 +478,15 @@ class Speculator:
             if not state.model_based and state.is_active:
                 state.table.min_probability = min_probability
                 self._ask(state, text, max_nodes, proposals)
-        self._forced.min_probability = min_probability
-        forced = forced_draft(text.context, self._forced, max_nodes)
-        if forced.tokens:
-            proposals.append(Proposal(FORCED, forced, self._forced))
+        proposals += self._ask_forced(text, max_nodes, min_probability)
         proposals.sort(key=lambda proposal: proposal.of_first, reverse=True)
         return proposals
+
+    def _ask_forced(self, text: DraftedText, max_nodes: int, min_probability: float) -> list[Proposal]:
+        """What the constraint of a text proposes, if anything."""
+        self._forced.min_probability = min_probability
+        forced = forced_draft(text.context, self._forced, max_nodes)
+        return [Proposal(FORCED, forced, self._forced)] if forced.tokens else []
 
     def _draft(self, text: DraftedText, max_nodes: int) -> tuple[list[Proposal], VerifyTree]:
         """The drafters' proposals, and the tree to verify: model-free drafters first, then model-based ones."""

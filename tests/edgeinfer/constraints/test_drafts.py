@@ -10,6 +10,7 @@ from edgeinfer.common.errors import ConstraintError
 from edgeinfer.constraints.constraint import Constraints
 from edgeinfer.constraints.matching import LookAhead
 from edgeinfer.constraints.options import wanted_of
+from edgeinfer.speculation.payoff import Payoff
 from edgeinfer.speculation.tree import DraftTree
 
 pytestmark = pytest.mark.usefixtures("grammar")
@@ -41,6 +42,26 @@ def test_what_is_forced_is_drafted_and_accepted(engine, drafting):
     state, forced = state_of(engine, {"regex": "ab?cdefgh"}), list(b"cdefgh")
     assert state.forced([], 9) == list(b"a") and state.forced(list(b"ab"), 9) == forced
     assert state.forced(list(b"ab"), 3) == forced[:3] and state.forced(list(b"abcdefgh"), 9) == []
+
+
+@pytest.mark.parametrize("n_texts", [1, 2])
+def test_what_is_forced_is_drafted_while_drafting_rests(engine, loaded, model, n_texts, monkeypatch):
+    """It takes no drafter, and costs no more than the masks of its draws."""
+    options = {"schema": {"const": {"temperature": [20.5, None], "unit": "celsius"}}}
+    drafter = FunctionDrafter(lambda context, limit: pytest.fail("a drafter was asked"))
+    resting = with_drafters(loaded(model, draft="suffix", parallel=2), drafter)
+    monkeypatch.setattr(Payoff, "is_resting", True)
+    monkeypatch.setattr(Payoff, "needs_plain_step", True)
+    plain = [engine.generate(f"{PROMPT} {n}", temperature=0, max_tokens=40, **options) for n in range(n_texts)]
+    found = list(
+        resting.generate_many([f"{PROMPT} {n}" for n in range(n_texts)], temperature=0, max_tokens=40, **options)
+    )
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    for each in found:
+        assert each.timings.tokens_per_step > 2 and list(each.timings.speculation.by_drafter) == ["constraint"]
+    free = resting.generate(PROMPT, temperature=0, max_tokens=8)
+    assert free.tokens == engine.generate(PROMPT, temperature=0, max_tokens=8).tokens
+    assert free.timings.tokens_per_step == 1
 
 
 def test_forced_tokens_are_canonical(engine):
