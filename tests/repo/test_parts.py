@@ -60,6 +60,7 @@ SIGNS = {
     "opencl": "pyopencl>",
     "grammar": "llguidance==",
     "server": "uvicorn>",
+    "ray": "examples/ray/requirements.txt",
     "litert": "litert-lm-api==",
     "onnx": "onnxruntime>",
     "genai": "onnxruntime-genai==",

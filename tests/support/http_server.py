@@ -141,6 +141,13 @@ def running(
         assert not thread.is_alive(), "the server did not end"
 
 
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
 def server_is_there() -> None:
     """Skip where uvicorn is missing."""
     from parts import missing

@@ -21,6 +21,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "grammar": (("llguidance", "jsonschema", "pydantic"), ()),
     "server": (("starlette", "uvicorn"), ()),
     "browser": ((), ("chromium",)),
+    "ray": (("ray",), ()),
     "onnx": (("onnx", "onnxruntime"), ()),
     "genai": (("onnx", "onnxruntime_genai"), ()),
     "litert": (("ai_edge_litert", "litert_lm", "litert_lm_builder", "flatbuffers"), ()),

@@ -258,6 +258,27 @@ def test_a_completion_that_cannot_be_had_is_refused(server, change):
     assert server.post(TEXT, {"model": "tiny", "prompt": "hello", "max_tokens": 2} | change).status == 400
 
 
+ROUTERS = {  # as vllm-router 0.1.17 and sglang-router write each request anew
+    "logprobs": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+}
+
+
+def test_what_routers_add_changes_nothing(server):
+    plain = server.ask(CHAT, **HELLO, seed=3)
+    assert server.ask(CHAT, **HELLO, seed=3, **ROUTERS)["choices"] == plain["choices"]
+    for name, value in ROUTERS.items():
+        if name != "logprobs":
+            assert server.post(CHAT, HELLO | {name: not value}).status == 400, name
+
+
 # ---- Models and the rest ---------------------------------------------------------------------------------------------
 
 

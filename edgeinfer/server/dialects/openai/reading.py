@@ -26,6 +26,9 @@ _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change 
     "modalities": (["text"],),
     "function_call": ("none",),
     "functions": ([],),
+    # Of vLLM and SGLang, whose routers send all of them.
+    **dict.fromkeys(("no_stop_trim", "ignore_eos", "continue_final_message", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
 }
 _SAME = {"repeat_last_n": "penalty_last_n"}
 _OPTIONS = frozenset((*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__))
