@@ -37,7 +37,8 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_z(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_v(); })),
                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return s.n_channels; })))),
       ld_steps(2 * padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; }))),
-      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))) {
+      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))),
+      ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
@@ -61,6 +62,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     }
     position = cutter.take<int32_t>(n);
     sequence = cutter.take<int32_t>(n);
+    ones = cutter.take<float>(c.embedding_norm ? ld_embd : 0);
 }
 
 void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
@@ -77,8 +79,10 @@ void Activations::take_attention(const DecoderConfig& c, Cutter& cutter) {
     k = cutter.take<float>(n * ld_kv);
     v = cutter.take<float>(n * ld_kv);
     attn = cutter.take<float>(n * ld_q);
-    const bool is_gated = c.most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.gated); }) > 0;
+    const bool is_gated =
+        c.most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.gated_q()); }) > 0;
     gated_q = cutter.take<float>(is_gated ? 2 * n * ld_q : 0);
+    gates = cutter.take<float>(n * ld_gates);
 }
 
 void Activations::take_recurrence(const DecoderConfig& c, Cutter& cutter) {

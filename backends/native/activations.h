@@ -101,7 +101,9 @@ struct Activations {
     // each in halves of a row; k q. zeros: a row of them.
     size_t ld_u, ld_z, ld_steps, ld_kq;
     float *u, *mixed, *z, *raw_steps, *steps, *kq, *zeros;
-    float* gated_q;                                       // (n_batch, 2 ld_q), queries and gates of attention
+    float* gated_q;  // (n_batch, 2 ld_q), queries and gates of attention
+    size_t ld_gates;
+    float *gates, *ones;  // (n_batch, ld_gates), gates of their own; (ld_embd,), where embeddings are normed
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
     struct Angles {
         size_t n_pairs;

@@ -14,7 +14,10 @@ public:
 
     // attended: (n, ld_joined) what a layer with longer inputs than the residual stream attends from, else null.
     void run(const Pass& pass, int thread, const float* attended) const;
-    size_t weight_bytes() const { return q_.n_bytes() + k_.n_bytes() + v_.n_bytes() + output_.n_bytes(); }
+    size_t weight_bytes() const {
+        return q_.n_bytes() + k_.n_bytes() + v_.n_bytes() + output_.n_bytes() +
+               (config_.n_gate() ? gate_.n_bytes() : 0);
+    }
 
 private:
     struct Split;  // how attention is cut into tasks
@@ -33,6 +36,7 @@ private:
     void set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const;
     RopeTables rope_tables_of(const Pass& pass) const;
     const float* gated_query(const Pass& pass, int c, int head) const;
+    const float* gate_of(const Pass& pass, int c, int head) const;
     void gate(const Pass& pass, int thread, int c, int head, float* out) const;
 
     AttentionConfig config_;
@@ -43,6 +47,7 @@ private:
     // Null where the model has none.
     const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
     const float *q_bias_, *k_bias_, *v_bias_, *output_bias_, *sinks_;
+    Matrix gate_;  // where the gate has one
 };
 
 // A gated delta net with its norm, convolution and projection.

@@ -32,14 +32,17 @@ SEGMENT = 128  # slots, kSegment of kv_head.h
 _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
+    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate", "gate_function"),
+    "post_norm_epsilon",
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
     *("step_bias", "out_norm", "output", "norm", "beta", "alpha", "beta_alpha"),
 )
 _OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
-_OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
+_OF_DENSE = (
+    *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
+)
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
     *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
@@ -80,6 +83,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
+    config.embedding_norm = spec.embedding_norm
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
@@ -213,13 +217,19 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         soft_cap=block.soft_cap or 0.0,
         qk_norm=_core.QKNorm[block.qk_norm if block.q_norm and block.qk_norm else "none"],
         key_bias=block.separate_key_bias is not None,
-        gated=block.output_gate is not None,
+        gate=_core.OutputGate[block.output_gate or "none"],
+        gate_is_softplus=block.gate_function == "softplus",
+        post_norm_epsilon=block.post_norm_epsilon or 0.0,
     )
 
 
 def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
     if isinstance(block, Dense):
-        return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation])
+        return _core.DenseConfig(
+            n_ff=block.n_ff,
+            activation=_core.Activation[block.activation],
+            post_norm_epsilon=block.post_norm_epsilon or 0.0,
+        )
     if not isinstance(block, Experts):
         raise UnsupportedModel(f"the feed-forward network must be Dense or Experts: found {type(block).__name__}")
     return _core.ExpertsConfig(

@@ -66,6 +66,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     fill_rope_tables();
+    if (config_.embedding_norm) std::fill_n(activations_->ones, config_.n_embd, 1.0f);
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
@@ -213,6 +214,7 @@ void Decoder::embed(const Pass& pass, int thread) const {
             return;
         }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
+        if (config_.embedding_norm) kernels_.rms_norm(b.x + at, b.ones, config_.n_embd, config_.norm_epsilon, b.x + at);
         if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);
     });

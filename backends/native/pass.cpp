@@ -104,7 +104,7 @@ void Pass::multiply(int thread, const Matrix& w, const Inputs& inputs, float* y,
 }
 
 void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
-                          const float* post_norm) const {
+                          const float* post_norm, float post_epsilon) const {
     // Other threads still read y; and where this one is late, something else is there that they write to.
     float* h = sub_norm && alone() ? b.own_h[static_cast<size_t>(thread)] : y;
     const Inputs inputs = inputs_of(thread, w.n_in, h, ldy);
@@ -134,14 +134,14 @@ void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_nor
             kernels.add_scaled(b.x + at, b.h + at, n_added, config.residual_scale);
         }
     });
-    if (post_norm) add_to_residual(thread, post_norm);
+    if (post_norm) add_to_residual(thread, post_norm, post_epsilon == 0 ? config.norm_epsilon : post_epsilon);
 }
 
 // x += residual_scale * norm(h)
-void Pass::add_to_residual(int thread, const float* post_norm) const {
+void Pass::add_to_residual(int thread, const float* post_norm, float epsilon) const {
     for_items(thread, n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
-        kernels.rms_norm(b.h + at, post_norm, config.n_embd, config.norm_epsilon, b.h + at);
+        kernels.rms_norm(b.h + at, post_norm, config.n_embd, epsilon, b.h + at);
         kernels.add_scaled(b.x + at, b.h + at, config.n_embd, config.residual_scale);
     });
 }

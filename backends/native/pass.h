@@ -114,9 +114,10 @@ public:
     }
     // y = w inputs
     void multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const;
-    // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
+    // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites. post_epsilon: of the
+    // outer norm, 0 for the model's.
     void add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
-                        const float* post_norm) const;
+                        const float* post_norm, float post_epsilon = 0) const;
 
     const DecoderConfig& config;
     const Kernels& kernels;
@@ -135,7 +136,7 @@ public:
 private:
     void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,
                            size_t ldy) const;
-    void add_to_residual(int thread, const float* post_norm) const;
+    void add_to_residual(int thread, const float* post_norm, float epsilon) const;
 
     std::atomic<bool>& stop_;
     const std::function<bool()>& poll_;

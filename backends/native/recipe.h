@@ -31,8 +31,11 @@ struct QueryScales {
 
 enum class Activation : int { Silu, GeluTanh, Relu2, ClampedSwiglu };
 enum class QKNorm : int { None, PerHead, Whole };
+// Of what heads give: with each query in its matrix, or of a matrix of its own, by head or by number.
+enum class OutputGate : int { None, InQ, PerHead, PerNumber };
 
-// A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none.
+// A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none. post_norm_epsilon:
+// 0 for the model's.
 struct AttentionConfig {
     int n_in, n_heads, n_kv_heads, head_dim;
     int rope = -1, query_scales = 0;
@@ -40,9 +43,14 @@ struct AttentionConfig {
     float soft_cap = 0;
     QKNorm qk_norm = QKNorm::None;
     bool key_bias = false;  // one that no norm follows, so that keys can be held without it
-    bool gated = false;     // q has for each head a query and a gate of what the head gives
+    OutputGate gate = OutputGate::None;
+    bool gate_is_softplus = false;
+    float post_norm_epsilon = 0;
 
-    int n_q_rows() const { return (gated ? 2 : 1) * n_q(); }
+    bool gated_q() const { return gate == OutputGate::InQ; }
+    int n_q_rows() const { return (gated_q() ? 2 : 1) * n_q(); }
+    // Rows of the gate's own matrix.
+    int n_gate() const { return gate == OutputGate::PerHead ? n_heads : gate == OutputGate::PerNumber ? n_q() : 0; }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
     KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
@@ -73,6 +81,7 @@ struct ShortConvConfig {
 struct DenseConfig {
     int n_ff;
     Activation activation = Activation::Silu;
+    float post_norm_epsilon = 0;  // 0 for the model's
 };
 
 enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus };
@@ -142,6 +151,7 @@ struct DecoderConfig {
     std::vector<QueryScales> query_scales;  // only for a Decoder, not for its sizes
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
+    bool embedding_norm = false;  // of the scaled embeddings, without weights
     InputSizes inputs = {};
 
     int n_layers() const { return static_cast<int>(layers.size()); }

@@ -82,10 +82,12 @@ struct Kernels {
     void (*blend)(const float* z, const float* a, const float* b, int n, float* out);
     // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
-    // What routers make of their n products: softmax(x), 1 / (1 + e^-x), sqrt(ln(1 + e^x)). Arrays padded to 16.
+    // What routers make of their n products: softmax(x), 1 / (1 + e^-x), sqrt(ln(1 + e^x)); and what gates do, ln(1 + e^x).
+    // Arrays padded to 16.
     void (*softmax)(float* x, int n);
     void (*sigmoid)(float* x, int n);
     void (*sqrt_softplus)(float* x, int n);
+    void (*softplus)(float* x, int n);
     // out = the sum of weights[i] rows[i] over k rows, added in their order by FMA. Arrays padded to 16.
     void (*weighted_sum)(const float* const* rows, const float* weights, int k, int n, float* out);
     // Writes a key and a value (head_dim,) into a slot.
