@@ -2,6 +2,7 @@
 
 #include "blocks.h"
 #include "kernels/hadamard.h"
+#include "rotation.h"
 
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(*config.layers[static_cast<size_t>(index)].attention()),
@@ -95,27 +96,12 @@ void AttentionBlock::norm_heads(const Pass& pass, int thread, const float* norm,
     }
 }
 
-namespace {
-
-// Turns the pairs of one head (Su et al., arXiv:2104.09864).
-void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves) {
-    for (size_t i = 0; i < n_pairs; i++) {
-        float& first = x[halves ? i : 2 * i];
-        float& second = x[halves ? i + n_pairs : 2 * i + 1];
-        const float a = first, b = second;
-        first = a * cosine[i] - b * sine[i];
-        second = a * sine[i] + b * cosine[i];
-    }
-}
-
-}  // namespace
-
 // The queries and the key of one kv head of token c.
 void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) const {
     const Activations::Angles& angles = pass.b.angles[static_cast<size_t>(config_.rope)];
     const size_t at = static_cast<size_t>(c) * angles.n_pairs;
     const auto turn = [&](float* head) {
-        rotate(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
+        rotate_head(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
     };
     for (int i = 0; i < config_.n_heads / config_.n_kv_heads; i++) turn(q + i * config_.head_dim);
     turn(k);
@@ -262,12 +248,7 @@ AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Sequence& s
     a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
     a.n_past = sequence.chain ? sequence.slot(c) + 1 : sequence.base;
     if (sequence.chain) return a;
-    int32_t* path = b.path[own] + row * static_cast<size_t>(pass.config.n_batch);
-    for (int i = sequence.rows.n_pending + c - sequence.first; i >= 0; i = sequence.rows.parents[i]) {
-        path[a.n_path++] = sequence.base + i;
-    }
-    std::reverse(path, path + a.n_path);
-    a.path = path;
+    set_path(sequence, c, b.path[own] + row * static_cast<size_t>(pass.config.n_batch), a);
     return a;
 }
 

@@ -50,6 +50,39 @@ private:
     Matrix gate_;  // where the gate has one
 };
 
+// Latent attention with its norm, rotary embedding and projections.
+class LatentAttentionBlock {
+public:
+    LatentAttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: null; it reads the residual stream.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const;
+
+private:
+    // Numbers of the heads of all tokens: from one head to the next, and from one token to the next.
+    struct OfHeads {
+        float* x;
+        size_t head_stride, ld;
+    };
+
+    void project(const Pass& pass, int thread) const;
+    Inputs normed_queries(const Pass& pass, int thread) const;
+    void turn_and_store(const Pass& pass, int thread) const;
+    float* query(const Pass& pass, int c, int head) const;
+    void multiply_heads(const Pass& pass, int thread, const Matrix& all, const OfHeads& from, const OfHeads& to,
+                        float scale) const;
+    void attend(const Pass& pass, int thread) const;
+    AttentionRow row(const Pass& pass, int thread, const Sequence& sequence, int c, int head, int r) const;
+
+    LatentConfig config_;
+    int index_;
+    bool is_rotated_in_halves_;
+    Matrix q_, q_b_;  // q is q_a where there are latents of queries, and q_b is empty where there are none
+    Matrix kv_, k_b_, v_b_, output_;
+    const float *norm_, *q_norm_, *kv_norm_;
+};
+
 // A gated delta net with its norm, convolution and projection.
 class DeltaNetBlock {
 public:

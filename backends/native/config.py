@@ -17,6 +17,7 @@ from edgeinfer.models import (
     Experts,
     FeedForward,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Mixer,
     ModelSpec,
@@ -40,6 +41,23 @@ _OF_DELTA_NET = (
     *("step_bias", "out_norm", "output", "norm", "beta", "alpha", "beta_alpha"),
 )
 _OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
+_OF_LATENTS = (
+    *(
+        "n_embd",
+        "n_heads",
+        "n_plain",
+        "n_turned",
+        "n_latent",
+        "n_value",
+        "scale",
+        "rope",
+        "kv",
+        "kv_norm",
+        "k_b",
+        "v_b",
+    ),
+    *("output", "norm", "q", "n_q_latent", "q_a", "q_norm", "q_b"),
+)
 _OF_DENSE = (
     *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
 )
@@ -53,6 +71,7 @@ BLOCKS: dict[type, Sequence[str]] = {
     Attention: _OF_ATTENTION,
     GatedDeltaNet: _OF_DELTA_NET,
     ShortConv: _OF_SHORT_CONV,
+    LatentAttention: _OF_LATENTS,
     Dense: _OF_DENSE,
     Experts: _OF_EXPERTS,
 }
@@ -175,6 +194,8 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
             sizes = {"heads": block.head_dim}
         elif isinstance(block, ShortConv):
             sizes = {"rows": block.n_embd}
+        elif isinstance(block, LatentAttention):
+            sizes = {"latents": block.n_latent, "turned parts": block.n_turned, "values": block.n_value}
         for what, n in sizes.items():
             if n % _LANES:
                 raise UnsupportedModel(
@@ -184,7 +205,7 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
 
 def _mixer(
     config: _core.DecoderConfig, block: Mixer, ropes: dict[RopeSpec, int], scales: list[tuple[object, ...]]
-) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig:
+) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig | _core.LatentConfig:
     """A mixer; ropes: those that the config has, to which its own is added."""
     if isinstance(block, GatedDeltaNet):
         return _core.DeltaNetConfig(
@@ -197,12 +218,31 @@ def _mixer(
         )
     if isinstance(block, ShortConv):
         return _core.ShortConvConfig(n_channels=block.n_embd, n_conv=block.n_conv)
+    if isinstance(block, LatentAttention):
+        return _latents(block, _rope_number(config, block.rope, ropes))
     if not isinstance(block, Attention):
         raise UnsupportedModel(f"the mixer must be one that the native engine has: found {type(block).__name__}")
-    rope = block.rope
-    if rope is not None and rope not in ropes:
+    rope = -1 if block.rope is None else _rope_number(config, block.rope, ropes)
+    return _attention(block, rope, scales.index(_scales_of(block)))
+
+
+def _rope_number(config: _core.DecoderConfig, rope: RopeSpec, ropes: dict[RopeSpec, int]) -> int:
+    if rope not in ropes:
         ropes[rope] = _add_rope(config, rope)
-    return _attention(block, -1 if rope is None else ropes[rope], scales.index(_scales_of(block)))
+    return ropes[rope]
+
+
+def _latents(block: LatentAttention, rope: int) -> _core.LatentConfig:
+    return _core.LatentConfig(
+        n_heads=block.n_heads,
+        n_plain=block.n_plain,
+        n_turned=block.n_turned,
+        n_latent=block.n_latent,
+        n_value=block.n_value,
+        n_q_latent=block.n_q_latent,
+        rope=rope,
+        scale=block.scale,
+    )
 
 
 def _attention(block: Attention, rope: int, query_scales: int) -> _core.AttentionConfig:

@@ -111,6 +111,7 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     const auto mixer = [&]() -> Mixer {
         if (layer.delta_net()) return DeltaNetBlock(config_, index, of_mixer, *weights_);
         if (layer.short_conv()) return ShortConvBlock(config_, index, of_mixer, *weights_);
+        if (layer.latent_attention()) return LatentAttentionBlock(config_, index, of_mixer, *weights_);
         return AttentionBlock(config_, index, of_mixer, *weights_);
     };
     if (layer.dense()) {

@@ -83,6 +83,14 @@ void Pass::record(int thread, const Inputs& inputs, int n_inputs, std::initializ
               [&](int part) { squares->add(readers, inputs.x, inputs.ldx, n_inputs, part); });
 }
 
+void set_path(const Sequence& sequence, int c, int32_t* path, AttentionRow& row) {
+    for (int i = sequence.rows.n_pending + c - sequence.first; i >= 0; i = sequence.rows.parents[i]) {
+        path[row.n_path++] = sequence.base + i;
+    }
+    std::reverse(path, path + row.n_path);
+    row.path = path;
+}
+
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy) {
     if (!bias) return;
     for (int c = 0; c < n; c++) {

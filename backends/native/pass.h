@@ -144,6 +144,9 @@ private:
     mutable std::string failure_;
 };
 
+// The slots of the branch of a tree that ends in row c, ascending. path: room for them.
+void set_path(const Sequence& sequence, int c, int32_t* path, AttentionRow& row);
+
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }
 

@@ -56,6 +56,16 @@ struct AttentionConfig {
     KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
 };
 
+// Latent attention. n_q_latent: 0 for queries of one matrix. rope: an index in DecoderConfig.
+struct LatentConfig {
+    int n_heads, n_plain, n_turned, n_latent, n_value, n_q_latent, rope;
+    float scale;
+
+    int n_q() const { return n_heads * (n_plain + n_turned); }
+    int n_row() const { return n_latent + n_turned; }
+    KvSizes state_sizes() const { return {1, n_row(), 0, n_latent}; }
+};
+
 // A gated delta net. modulo: value head h reads key head h % n_key_heads, else h / (n_value_heads / n_key_heads).
 // joint_steps: b and a are one matrix, for each key head b of its value heads and then a.
 struct DeltaNetConfig {
@@ -99,7 +109,7 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
 };
 
-using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig>;
+using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, LatentConfig>;
 
 struct LayerConfig {
     MixerConfig mixer;
@@ -112,6 +122,7 @@ struct LayerConfig {
     const AttentionConfig* attention() const { return std::get_if<AttentionConfig>(&mixer); }
     const DeltaNetConfig* delta_net() const { return std::get_if<DeltaNetConfig>(&mixer); }
     const ShortConvConfig* short_conv() const { return std::get_if<ShortConvConfig>(&mixer); }
+    const LatentConfig* latent_attention() const { return std::get_if<LatentConfig>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -180,6 +191,11 @@ struct DecoderConfig {
     template <class Number>
     int most_of_short_convs(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.short_conv() ? number(*layer.short_conv()) : 0; });
+    }
+    template <class Number>
+    int most_of_latents(const Number& number) const {
+        return most(
+            [&](const LayerConfig& layer) { return layer.latent_attention() ? number(*layer.latent_attention()) : 0; });
     }
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;

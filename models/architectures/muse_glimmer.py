@@ -1,4 +1,4 @@
-"""Muse Glimmer (Meta 2026): normed embeddings, gates on what heads give, norms around both blocks, most layers windowed.
+"""Muse Glimmer (Meta 2026): normed embeddings, gates on what heads give, norms around both blocks, mostly windows.
 
 Only layers with a window are rotated. The norms after the blocks have an epsilon of their own. Text only.
 """

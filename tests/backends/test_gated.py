@@ -1,4 +1,4 @@
-"""Attention with gates of its own (Laguna, Muse Glimmer): the oracle against llama.cpp, the native engine against it."""
+"""Attention with gates of its own (Laguna, Muse Glimmer): the oracle against llama.cpp, native logits against it."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import pytest
 from parts import missing
 from tiny_gated import GATED_ARCHITECTURES, GatedArchitecture, write_tiny_gated
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
+from tiny_latents import write_tiny_latents
 
 from edgeinfer.backends.onnx.decoder import check_spec as check_onnx
 from edgeinfer.backends.opencl.parts import check_spec as check_opencl
@@ -45,6 +46,13 @@ def test_gates_on_attention_are_refused_by_name(backend: str, tmp_path: Path) ->
     path = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", kinds=["attention", "attention"])
     with ModelFile.open(path) as file:
         with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer has output_gate, which the "):
+            CHECKS[backend](file, read_spec(file))
+
+
+@pytest.mark.parametrize("backend", CHECKS)
+def test_latent_attention_is_refused_by_its_name(backend: str, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_latents(tmp_path / "m.gguf")) as file:
+        with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer is a block LatentAttention, which the "):
             CHECKS[backend](file, read_spec(file))
 
 

@@ -63,6 +63,15 @@ void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_
                                     gate,         gate_is_softplus, post_norm_epsilon};
 }
 
+void init_latents(LatentConfig* latents, int n_heads, int n_plain, int n_turned, int n_latent, int n_value,
+                  int n_q_latent, int rope, float scale) {
+    if (n_heads < 1 || n_plain < 1 || n_turned < 2 || n_latent < 1 || n_latent % kRows || n_turned % kRows ||
+        n_value < 1 || n_value % kRows || n_q_latent < 0) {
+        throw nb::value_error("rows and values must be of a multiple of 16 numbers");
+    }
+    new (latents) LatentConfig{n_heads, n_plain, n_turned, n_latent, n_value, n_q_latent, rope, scale};
+}
+
 void init_delta_net(DeltaNetConfig* net, int n_key_heads, int n_value_heads, int head_dim, int n_conv, bool modulo,
                     bool joint_steps) {
     if (n_key_heads < 1 || n_value_heads < 1 || n_value_heads % n_key_heads || head_dim < 1 || head_dim % 16 ||
@@ -78,18 +87,23 @@ void init_short_conv(ShortConvConfig* conv, int n_channels, int n_conv) {
     new (conv) ShortConvConfig{n_channels, n_conv};
 }
 
-void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
-    if (attention.rope < 0) return;
-    const size_t rope = static_cast<size_t>(attention.rope);
+void check_rope(const DecoderConfig& config, int number, int head_dim) {
+    if (number < 0) return;
+    const size_t rope = static_cast<size_t>(number);
     if (rope >= config.ropes.size()) throw nb::value_error("no such rope, query scales or window");
-    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(attention.head_dim)) {
+    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(head_dim)) {
         throw nb::value_error("the rope has more pairs than a head");
     }
 }
 
 void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
     const LayerConfig layer{mixer, ffn};
-    if (layer.attention()) check_rope(config, *layer.attention());
+    if (layer.attention()) check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
+    if (layer.latent_attention()) {
+        const LatentConfig& latents = *layer.latent_attention();
+        if (latents.rope < 0) throw nb::value_error("latent attention has a rope");
+        check_rope(config, latents.rope, latents.n_turned);
+    }
     if (layer.short_conv() && layer.short_conv()->n_channels != config.n_embd)
         throw nb::value_error("a short convolution has a channel for each number of the residual stream");
     config.layers.push_back(layer);
@@ -103,10 +117,16 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
     new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
 }
 
+void check_latents(KvType type, const LatentConfig& latents) {
+    if (type == KvType::K6V4 || (type == KvType::Q8_0 && (latents.n_row() % 32 || latents.n_latent % 32)))
+        throw nb::value_error("latent rows are F16, or Q8_0 where they are of a multiple of 32 numbers");
+}
+
 void check_cache(const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx)
         throw nb::value_error("a sequence has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
+        if (layer.latent_attention()) check_latents(type, *layer.latent_attention());
         if (!layer.attention()) continue;
         const AttentionConfig& a = *layer.attention();
         if (type != KvType::F16 && a.head_dim % 32) {
@@ -316,6 +336,9 @@ void bind_blocks(nb::module_& m) {
              "modulo"_a, "joint_steps"_a);
     nb::class_<ShortConvConfig>(m, "ShortConvConfig", "A short convolution; see edgeinfer.models.ShortConv.")
         .def("__init__", &init_short_conv, nb::kw_only(), "n_channels"_a, "n_conv"_a);
+    nb::class_<LatentConfig>(m, "LatentConfig", "Latent attention; see edgeinfer.models.LatentAttention.")
+        .def("__init__", &init_latents, nb::kw_only(), "n_heads"_a, "n_plain"_a, "n_turned"_a, "n_latent"_a,
+             "n_value"_a, "n_q_latent"_a, "rope"_a, "scale"_a);
     m.attr("MOST_ROWS_OF_RECURRENCE") = RecurrentState::kMostRows;
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
