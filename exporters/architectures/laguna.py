@@ -1,4 +1,4 @@
-"""Laguna: softplus gates on what heads give, windows in most layers, experts with sigmoid routers after dense layers."""
+"""Laguna: softplus gates on what heads give, windows in most layers, experts with sigmoid routers after dense ones."""
 
 from __future__ import annotations
 

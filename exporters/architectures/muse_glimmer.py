@@ -47,7 +47,7 @@ RECIPES = (
     Recipe(
         name="muse-glimmer",
         classes=("MuseGlimmerForConditionalGeneration",),
-        model_types=("muse_glimmer", "muse_glimmer_text"),
+        model_types=("muse_glimmer_text", "muse_glimmer"),
         defaults={
             "rms_norm_eps": 1e-5,
             "final_logit_softcapping": 20.0,
