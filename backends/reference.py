@@ -29,6 +29,7 @@ from edgeinfer.backends.checks import (
 from edgeinfer.backends.in_turn import forward_in_turn
 from edgeinfer.backends.reference_attention import ReferenceAttention
 from edgeinfer.backends.reference_experts import expert_rows
+from edgeinfer.backends.reference_latent import ReferenceLatentAttention
 from edgeinfer.backends.reference_math import (
     Floats,
     gated,
@@ -50,6 +51,7 @@ from edgeinfer.models import (
     Experts,
     ExpertsRef,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Mixer,
     ModelSpec,
@@ -99,9 +101,12 @@ MIXERS: dict[type[Mixer], ReferenceMixer] = {
     Attention: ReferenceAttention(),
     GatedDeltaNet: ReferenceGatedDeltaNet(),
     ShortConv: ReferenceShortConv(),
+    LatentAttention: ReferenceLatentAttention(),
 }
 _NETWORKS: dict[type, Sequence[str]] = {
-    Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
+    Dense: (
+        *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
+    ),
     Experts: (
         *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
         *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
@@ -244,11 +249,12 @@ class ReferenceDecoder(OfOneProcess):
         h = self.norm(block.norm, x)
         gate, up = self.linear(block.gate, None, h), self.linear(block.up, None, h)
         inner = self.norm(block.sub_norm, gated(block.activation, gate, up))
-        return self.norm(block.post_norm, self.linear(block.down, None, inner))
+        return self.norm(block.post_norm, self.linear(block.down, None, inner), block.post_norm_epsilon)
 
-    def norm(self, weight: TensorRef | None, x: Floats) -> Floats:
-        """RMS norm over the last axis; x itself where there is no weight."""
-        return x if weight is None else rms_norm(x, self.weights_of(weight).values, self.decoder.norm_epsilon)
+    def norm(self, weight: TensorRef | None, x: Floats, epsilon: float | None = None) -> Floats:
+        """RMS norm over the last axis, with the model's epsilon or another one; x itself where there is no weight."""
+        epsilon = self.decoder.norm_epsilon if epsilon is None else epsilon
+        return x if weight is None else rms_norm(x, self.weights_of(weight).values, epsilon)
 
     def linear(self, matrix: TensorRef, bias: TensorRef | None, x: Floats) -> Floats:
         """Matrix times each row of x, plus bias: (n, n_in) to (n, n_out)."""
@@ -307,7 +313,8 @@ class ReferenceModel(ReferenceDecoder, Model):
     def embeddings(self, ids: NDArray[np.int32]) -> Floats:
         """What goes into the first layer, (n, n_embd)."""
         assert self.decoder.token_embd is not None  # every whole model has them
-        return scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
+        x = scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
+        return rms_norm(x, np.ones_like(x[0]), self.decoder.norm_epsilon) if self.decoder.embedding_norm else x
 
 
 class SequenceState(OfOneProcess):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations, sigmoid
+from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations, sigmoid, softplus
 from edgeinfer.common.settings import CacheType
 from edgeinfer.models import Attention, TensorRef
 
@@ -25,7 +25,8 @@ class ReferenceAttention:
     fields = (
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
         *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
+        *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate"),
+        *("gate_function", "post_norm_epsilon"),
     )
 
     def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
@@ -57,9 +58,10 @@ class ReferenceAttention:
         if at.cache_type == "k6v4":
             y = k6v4.hadamard(y, is_back=True)
         if gate is not None:
-            y = y * sigmoid(gate)
+            y = y * {"sigmoid": sigmoid, "softplus": softplus}[block.gate_function](gate)
         heads = decoder.norm(block.sub_norm, y.reshape(len(x), -1))
-        return decoder.norm(block.post_norm, decoder.linear(block.output, block.output_bias, heads))
+        added = decoder.linear(block.output, block.output_bias, heads)
+        return decoder.norm(block.post_norm, added, block.post_norm_epsilon)
 
 
 def rounded_heads(heads: Floats) -> Floats:
@@ -97,6 +99,8 @@ def _queries_keys_values(
     if block.output_gate == "in_q":
         both = q.reshape(len(h), block.n_heads, 2, block.head_dim)
         q, gate = both[:, :, 0].reshape(len(h), -1), both[:, :, 1]
+    elif block.gate is not None:  # (n, n_heads, 1) or (n, n_heads, head_dim)
+        gate = decoder.linear(block.gate, None, h).reshape(len(h), block.n_heads, -1)
     if block.qk_norm == "whole":
         q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
     q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))

@@ -62,5 +62,9 @@ class KeyReader:
         """Raises UnsupportedModel with the whole key."""
         raise UnsupportedModel(f"{self.file.path}: {self._key(key)} {reason}")
 
+    def refuse_tensor(self, name: str, reason: str) -> NoReturn:
+        """The same about a tensor."""
+        raise UnsupportedModel(f"{self.file.path}: tensor {name} {reason}")
+
     def _key(self, name: str) -> str:
         return f"{self.architecture_name}.{name}"

@@ -65,6 +65,7 @@ _SPECIAL = {
     "mixer.v_bias": "attn_v.bias",
     "mixer.output_bias": "attn_output.bias",
     "mixer.sinks": "attn_sinks.weight",
+    "mixer.gate": "attn_gate.weight",
     "ffn.post_norm": "post_ffw_norm.weight",
     "ffn.sub_norm": "ffn_sub_norm.weight",
 }
@@ -85,6 +86,10 @@ _SCALINGS = ("none", "linear", "yarn")
 
 def _unchanged(reader: Reader, spec: ModelSpec) -> ModelSpec:
     return spec
+
+
+# Matrices of heads, one after the other, which files have as tensors of three axes.
+_MATRICES_OF_HEADS = ("attn_k_b.weight", "attn_v_b.weight")
 
 
 def _no_recurrence(reader: Reader, layer: int) -> Mixer | None:
@@ -148,6 +153,8 @@ class Architecture:
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
     # the mixer of a layer (its index) that has another one than Attention; None where it has Attention
     recurrence: Callable[[Reader, int], Mixer | None] = _no_recurrence
+    # the mixer of each layer and of each block behind the layers (its index), where none has Attention
+    mixer: Callable[[Reader, int], Mixer] | None = None
     refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged  # the spec with what the other keys say
 
     def read(self, file: ModelFile) -> ModelSpec:
@@ -193,11 +200,11 @@ class Reader(KeyReader):
         """Base of the frequencies, in layers that see everything."""
         return self.number("rope.freq_base", 1.0, 1e15, default=10000.0)
 
-    def rope(self, head_dim: int, base: float, scaled: bool = True) -> RopeSpec:
-        """The rotation with this base; without what `rope.scaling` says if scaled is False."""
-        n_dims = self.integer("rope.dimension_count", 2, head_dim, default=head_dim)
+    def rope(self, head_dim: int, base: float, scaled: bool = True, key: str = "rope.dimension_count") -> RopeSpec:
+        """The rotation with this base; without what `rope.scaling` says if scaled is False. key: of its n_dims."""
+        n_dims = self.integer(key, 2, head_dim, default=head_dim)
         if n_dims % 2:
-            self.refuse("rope.dimension_count", f"must be even: found {n_dims}")
+            self.refuse(key, f"must be even: found {n_dims}")
         frequencies, magnitude = rope.inverse_frequencies(base, n_dims), 1.0
         if scaled:
             frequencies, magnitude = self._scaled(frequencies, base)
@@ -205,13 +212,19 @@ class Reader(KeyReader):
         return self._with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
 
     def windows(
-        self, spec: ModelSpec, window: int, period: int, full: RopeSpec | None, local: RopeSpec | None
+        self,
+        spec: ModelSpec,
+        window: int,
+        period: int,
+        full: RopeSpec | None,
+        local: RopeSpec | None,
+        full_first: bool = False,
     ) -> ModelSpec:
         """The spec with a window in some layers, whose rotation is `local`; in the others it is `full`.
 
-        Which layers those are the file says, else the period.
+        Which layers those are the file says, else the period.  full_first: see _windowed.
         """
-        has_window = self._windowed(period)
+        has_window = self._windowed(period, full_first)
         return each_mixer(
             spec,
             lambda layer, mixer: (
@@ -219,10 +232,11 @@ class Reader(KeyReader):
             ),
         )
 
-    def _windowed(self, period: int) -> list[bool]:
+    def _windowed(self, period: int, full_first: bool) -> list[bool]:
         """Whether each layer sees a window only: as the file says, or by this period.
 
-        The file's pattern is true or false for each layer, or a period; of each period the last layer sees everything.
+        The file's pattern is true or false for each layer, or a period; of each period the last layer sees everything,
+        or the first one with full_first.
         """
         n_layers, key = self._n_layers(), "attention.sliding_window_pattern"
         pattern = self.file.metadata.get(self._key(key), period)
@@ -231,7 +245,8 @@ class Reader(KeyReader):
                 self.refuse(key, f"must be {n_layers} times true or false: found {pattern!r:.80}")
             return [bool(value) for value in pattern]
         period = self.integer(key, 0, 1 << 20, default=period)
-        return [period == 0 or layer % period < period - 1 for layer in range(n_layers)]
+        sees_all = 0 if full_first else period - 1
+        return [period == 0 or layer % period != sees_all for layer in range(n_layers)]
 
     # ---- keys ------------------------------------------------------------------------------------------------------
 
@@ -293,7 +308,8 @@ class Reader(KeyReader):
             if self.integer(key, 2, 1 << 14, default=head_dim) != head_dim:
                 self.refuse(key, f"must equal the key length {head_dim}")
         n_dims = self.integer("rope.dimension_count", 2, head_dim, default=head_dim)
-        if self.integer("rope.dimension_count_swa", 2, head_dim, default=n_dims) != n_dims:
+        n_dims_swa = self.integer("rope.dimension_count_swa", 2, head_dim, default=n_dims)
+        if n_dims_swa != n_dims and "rope.dimension_count_swa" not in self.architecture.reads:
             self.refuse("rope.dimension_count_swa", f"must equal rope.dimension_count {n_dims}")
         return head_dim
 
@@ -309,15 +325,34 @@ class Reader(KeyReader):
 
         Blocks behind the layers have Attention.
         """
-        n_heads = self.integer("attention.head_count", 1, 1 << 14)
-        n_kv_heads = self._n_kv_heads(n_heads)
-        head_dim = self._head_dim(n_embd // n_heads)
-        rope, experts = self.rope(head_dim, self.rope_base()), self._experts(n_embd)
+        experts = self._experts(n_embd)
+        make = self._attention_maker(n_embd) if self.architecture.mixer is None else self._other_mixer
         layers = []
         for index in range(self._n_layers()) if indices is None else indices:
+            mixer, refs = make(index)
+            if experts is not None and experts.has_experts(index):
+                layers.append(Layer(mixer, experts.of_layer(index, refs.get("ffn.norm"))))
+            else:
+                layers.append(Layer(mixer, self._dense(index, n_embd, refs)))
+        return tuple(layers)
+
+    def _other_mixer(self, index: int) -> tuple[Mixer, dict[str, TensorRef]]:
+        """The mixer of a layer of an architecture without Attention, and the tensors of the layer beside it."""
+        assert self.architecture.mixer is not None
+        return self.architecture.mixer(self, index), self._refs(index, 0, 0)
+
+    def _attention_maker(self, n_embd: int) -> Callable[[int], tuple[Mixer, dict[str, TensorRef]]]:
+        """The same of the others."""
+        heads = self._n_heads()
+        n_kv_heads = self._n_kv_heads(min(heads))
+        head_dim = self._head_dim(n_embd // min(heads))
+        rope = self.rope(head_dim, self.rope_base())
+
+        def make(index: int) -> tuple[Mixer, dict[str, TensorRef]]:
+            n_heads = heads[index]
             refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim)
             recurrence = self.architecture.recurrence(self, index) if index < self._n_layers() else None
-            mixer = recurrence or Attention(
+            return recurrence or Attention(
                 n_embd=n_embd,
                 n_in=n_embd,
                 n_heads=n_heads,
@@ -327,12 +362,16 @@ class Reader(KeyReader):
                 rope=rope,
                 qk_norm=self.architecture.qk_norm if "mixer.q_norm" in refs else None,
                 **_of_block("mixer", refs),
-            )
-            if experts is not None and experts.has_experts(index):
-                layers.append(Layer(mixer, experts.of_layer(index, refs.get("ffn.norm"))))
-            else:
-                layers.append(Layer(mixer, self._dense(index, n_embd, refs)))
-        return tuple(layers)
+            ), refs
+
+        return make
+
+    def _n_heads(self) -> list[int]:
+        """Heads of queries in each layer, and in each block behind them; only some architectures let them differ."""
+        key = "attention.head_count"
+        if key in self.architecture.reads:
+            return self.of_layers(key, 1, 1 << 14)
+        return [self.integer(key, 1, 1 << 14)] * self.integer("block_count", 1, 4096)
 
     def _n_kv_heads(self, n_heads: int) -> int:
         """Heads of keys in the layers that have Attention; a file may give the others none."""
@@ -440,6 +479,8 @@ class Reader(KeyReader):
             if info is None:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} {shape} is missing, {architecture} needs it")
             is_row = name.endswith(MAY_BE_ROWS) and info.shape == (1, *shape)  # ggml does not tell these apart
+            if name.endswith(_MATRICES_OF_HEADS) and len(info.shape) == 3:
+                is_row = (info.shape[0] * info.shape[1], info.shape[2]) == shape
             if info.shape != shape and not is_row:
                 raise UnsupportedModel(f"{self.file.path}: tensor {name} must have shape {shape}: found {info.shape}")
 

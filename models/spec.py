@@ -26,8 +26,10 @@ Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"]
 RouterFunction = Literal["softmax", "sigmoid", "softmax_of_top_k", "sqrt_softplus"]
 QKNorm = Literal["per_head", "whole"]  # over the head_dim numbers of each head; over all heads of a token together
 # Where a gate on what heads of attention give comes from. in_q: the matrix of queries has 2 n_q rows, for each head
-# head_dim of the query and then head_dim of the gate.
-OutputGate = Literal["in_q"]
+# head_dim of the query and then head_dim of the gate. per_head, per_number: a matrix of its own, with one row for each
+# head or for each of their numbers.
+OutputGate = Literal["in_q", "per_head", "per_number"]
+GateFunction = Literal["sigmoid", "softplus"]  # what a gate's numbers go through
 # Which key head a value head h of a recurrence reads: h modulo the number of key heads, or h divided by the number of
 # value heads that share one.
 KeyHeadOrder = Literal["modulo", "divided"]
@@ -202,9 +204,9 @@ class Attention(Mixer):
         h = norm(x, norm);  q, k, v = the three products with h, plus their biases
         q, k = rope(norm(q, q_norm)), rope(norm(k, k_norm))
         scores = cap(q * scale * temperature(position) @ k, soft_cap) over the window
-        y = softmax(scores) @ v;  y *= sigmoid(gate) if there is an output_gate (Qiu et al., arXiv:2505.06708)
+        y = softmax(scores) @ v;  y *= gate_function(gate) if there is an output_gate (Qiu et al., arXiv:2505.06708)
         a = norm(y, sub_norm) @ output + output_bias
-        x += residual_scale * norm(a, post_norm)
+        x += residual_scale * norm(a, post_norm), which has post_norm_epsilon where that is not None
     """
 
     n_in: int  # numbers that q, k and v are products with: n_embd, but for a head that attends from more
@@ -236,6 +238,9 @@ class Attention(Mixer):
     # arXiv:2309.17453; gpt-oss, arXiv:2508.10925)
     sinks: TensorRef | None = None
     output_gate: OutputGate | None = None
+    gate: TensorRef | None = None  # (n_gate, n_in), of a gate that is not in_q
+    gate_function: GateFunction = "sigmoid"
+    post_norm_epsilon: float | None = None  # the model's where it is None
 
     @property
     def separate_key_bias(self) -> TensorRef | None:
@@ -250,7 +255,12 @@ class Attention(Mixer):
     @property
     def n_q_rows(self) -> int:
         """Rows of the matrix of queries: with gates twice the queries."""
-        return self.n_q if self.output_gate is None else 2 * self.n_q
+        return 2 * self.n_q if self.output_gate == "in_q" else self.n_q
+
+    @property
+    def n_gate(self) -> int:
+        """Rows of the gate's own matrix, 0 without one."""
+        return {"per_head": self.n_heads, "per_number": self.n_q}.get(self.output_gate or "", 0)
 
     @property
     def n_kv(self) -> int:
@@ -261,7 +271,7 @@ class Attention(Mixer):
     @override
     def n_activations(self) -> int:
         """See Block: queries with their gates, keys and values."""
-        return self.n_q_rows + 2 * self.n_kv
+        return self.n_q_rows + 2 * self.n_kv + self.n_gate
 
     @property
     @override
@@ -321,6 +331,105 @@ class Attention(Mixer):
             "v_bias": (self.n_kv,),
             "output_bias": (self.n_embd,),
             "sinks": (self.n_heads,),
+            "gate": (self.n_gate, self.n_in),
+        }
+
+
+@dataclass(frozen=True)
+class LatentAttention(Mixer):
+    """Attention over one row a token that all heads share (multi-head latent attention, DeepSeek-V2, arXiv:2405.04434,
+    section 2.1), in its absorbed form: a head's key and value matrices are applied to its query and to what it gives.
+
+    With the numbers of each head one after the other, it adds to the residual stream x:
+
+        h = norm(x, norm);  q = q @ h, or q_b @ norm(q_a @ h, q_norm): of a head n_plain numbers, then n_turned
+        c, r = the first n_latent numbers of kv @ h, and the other n_turned
+        row of the token = [norm(c, kv_norm), rope(r)]
+        query of a head = scale * [k_b of the head @ plain, rope(turned)]
+        y of a head = v_b of the head @ (softmax(query @ rows) @ the first n_latent numbers of the rows)
+        x += residual_scale * (output @ y)
+    """
+
+    n_heads: int
+    n_plain: int
+    n_turned: int
+    n_latent: int
+    n_value: int  # numbers of a head that go into output
+    scale: float
+    rope: RopeSpec  # of n_turned numbers
+    kv: TensorRef  # (n_latent + n_turned, n_embd)
+    kv_norm: TensorRef  # (n_latent,)
+    k_b: TensorRef  # (n_heads * n_latent, n_plain)
+    v_b: TensorRef  # (n_heads * n_value, n_latent)
+    output: TensorRef  # (n_embd, n_heads * n_value)
+    norm: TensorRef | None = None  # (n_embd,)
+    q: TensorRef | None = None  # (n_q, n_embd), or the three below
+    n_q_latent: int = 0
+    q_a: TensorRef | None = None  # (n_q_latent, n_embd)
+    q_norm: TensorRef | None = None  # (n_q_latent,)
+    q_b: TensorRef | None = None  # (n_q, n_q_latent)
+
+    @property
+    def n_q(self) -> int:
+        """Numbers of all queries of a token, before they are made as long as rows."""
+        return self.n_heads * (self.n_plain + self.n_turned)
+
+    @property
+    def n_row(self) -> int:
+        """Numbers of a token that are kept."""
+        return self.n_latent + self.n_turned
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: queries in both forms, what heads give in both, and the row."""
+        of_heads = self.n_row + self.n_latent + self.n_value
+        return self.n_q_latent + self.n_q + self.n_heads * of_heads + self.n_row
+
+    @property
+    @override
+    def state_kind(self) -> StateKind:
+        return "full_kv"
+
+    @override
+    def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
+        """See Mixer: a row for each position; values are a part of it."""
+        return n_ctx * (2 * self.n_row if cache_type == "f16" else self.n_row + self.n_row // 32 * 4)
+
+    @override
+    def n_seen(self, n_past: int) -> int:
+        return n_past
+
+    @override
+    def n_seen_in_prompt(self, n_tokens: int) -> float:
+        return n_tokens * n_tokens / 2
+
+    @override
+    def multiply_adds(self, n_past: int = 0) -> int:
+        """See Block: the products with weights, the scores, and the values."""
+        return super().multiply_adds() + self.n_heads * (self.n_row + self.n_latent) * n_past
+
+    @override
+    def refused_cache(self, cache_type: CacheType) -> str | None:
+        if cache_type == "k6v4":
+            return "needs keys and values apart: found latent rows, which are both; use q8_0"
+        if cache_type == "q8_0" and (self.n_row % 32 or self.n_latent % 32):
+            return f"needs rows of a multiple of 32 numbers: found {self.n_latent} + {self.n_turned}; use f16"
+        return None
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "norm": (self.n_embd,),
+            "q": (self.n_q, self.n_embd),
+            "q_a": (self.n_q_latent, self.n_embd),
+            "q_norm": (self.n_q_latent,),
+            "q_b": (self.n_q, self.n_q_latent),
+            "kv": (self.n_row, self.n_embd),
+            "kv_norm": (self.n_latent,),
+            "k_b": (self.n_heads * self.n_latent, self.n_plain),
+            "v_b": (self.n_heads * self.n_value, self.n_latent),
+            "output": (self.n_embd, self.n_heads * self.n_value),
         }
 
 
@@ -516,7 +625,7 @@ class Dense(FeedForward):
     """A gated feed-forward network, SwiGLU, GeGLU or the like (Shazeer, arXiv:2002.05202). It adds:
 
     h = norm(x, norm);  f = norm(activation(gate @ h) * (up @ h), sub_norm) @ down
-    x += residual_scale * norm(f, post_norm)
+    x += residual_scale * norm(f, post_norm), which has post_norm_epsilon where that is not None
     """
 
     n_ff: int
@@ -527,6 +636,7 @@ class Dense(FeedForward):
     norm: TensorRef | None = None  # (n_embd,)
     post_norm: TensorRef | None = None  # (n_embd,), of what is added
     sub_norm: TensorRef | None = None  # (n_ff,), of what goes into down
+    post_norm_epsilon: float | None = None  # the model's where it is None
 
     @property
     def n_activations(self) -> int:
@@ -667,7 +777,7 @@ class ModelSpec(ModelSizes):
 
     A token becomes a row of logits by
 
-        x = embedding_scale * token_embd[token]
+        x = embedding_scale * token_embd[token], then norm(x) without weights if embedding_norm
         each layer: its mixer, then its ffn, add to x
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
@@ -686,6 +796,7 @@ class ModelSpec(ModelSizes):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    embedding_norm: bool = False
 
     @property
     def tied_embeddings(self) -> bool:

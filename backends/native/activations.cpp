@@ -30,25 +30,34 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_kv(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_kv(); }))),
       ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense() ? l.dense()->n_ff : 0; }))),
       ld_scores(padded(c.n_ctx) + 16),
-      ld_value(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; }))),
+      ld_value(std::max(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; })),
+                        padded(c.most_of_latents([](const LatentConfig& l) { return l.n_latent; })))),
       ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)),
       ld_u(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_channels(); })),
                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return 3 * s.n_channels; })))),
       ld_z(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_v(); })),
                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return s.n_channels; })))),
       ld_steps(2 * padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; }))),
-      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))) {
+      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))),
+      ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
     inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), c.inputs);
-    for (int i = 0; i < n_threads; i++) take_own(c, std::max({ld_embd, ld_q, ld_ff, ld_joined}), cutter);
+    for (int i = 0; i < n_threads; i++) take_own(c, most_in(c), cutter);
     if (c.has_experts()) experts.take(c, n_threads, cutter);
     zeros = cutter.take<float>(ld_u);
     const auto take_mixer = [&] {
         cutter.share([&] { take_attention(c, cutter); }, [&] { take_recurrence(c, cutter); });
+        latents.take(c, cutter);
     };
     cutter.share(take_mixer, [&] { take_feed_forward(c, cutter); });
+}
+
+// The longest row that a thread prepares alone.
+size_t Activations::most_in(const DecoderConfig& c) const {
+    const size_t of_latents = padded(c.most_of_latents([](const LatentConfig& l) { return l.n_q_latent; }));
+    return std::max({ld_embd, ld_q, ld_ff, ld_joined, of_latents});
 }
 
 void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
@@ -61,6 +70,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     }
     position = cutter.take<int32_t>(n);
     sequence = cutter.take<int32_t>(n);
+    ones = cutter.take<float>(c.embedding_norm ? ld_embd : 0);
 }
 
 void Activations::take_turns(const DecoderConfig& c, Cutter& cutter) {
@@ -77,8 +87,10 @@ void Activations::take_attention(const DecoderConfig& c, Cutter& cutter) {
     k = cutter.take<float>(n * ld_kv);
     v = cutter.take<float>(n * ld_kv);
     attn = cutter.take<float>(n * ld_q);
-    const bool is_gated = c.most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.gated); }) > 0;
+    const bool is_gated =
+        c.most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.gated_q()); }) > 0;
     gated_q = cutter.take<float>(is_gated ? 2 * n * ld_q : 0);
+    gates = cutter.take<float>(n * ld_gates);
 }
 
 void Activations::take_recurrence(const DecoderConfig& c, Cutter& cutter) {
@@ -123,6 +135,25 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
     const int head_dim = c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.head_dim; });
     own_blocks.push_back(cutter.take<float>(static_cast<size_t>((1 + RecurrentState::kMostBlocks) * 32 * head_dim)));
+}
+
+void LatentRows::take(const DecoderConfig& c, Cutter& cutter) {
+    const auto most = [&](const auto& number) { return c.most_of_latents(number); };
+    const size_t n = static_cast<size_t>(c.n_batch);
+    const size_t n_heads = n * static_cast<size_t>(most([](const LatentConfig& l) { return l.n_heads; }));
+    ld_q_latent = padded(most([](const LatentConfig& l) { return l.n_q_latent; }));
+    ld_q = padded(most([](const LatentConfig& l) { return l.n_q(); }));
+    ld_row = ld_query = padded(most([](const LatentConfig& l) { return l.n_row(); }));
+    ld_given = padded(most([](const LatentConfig& l) { return l.n_latent; }));
+    ld_y = padded(most([](const LatentConfig& l) { return l.n_heads * l.n_value; }));
+    q_latent = cutter.take<float>(n * ld_q_latent);
+    q = cutter.take<float>(n * ld_q);
+    row = cutter.take<float>(n * ld_row);
+    y = cutter.take<float>(n * ld_y);
+    queries = cutter.take<float>(n_heads * ld_query);
+    given = cutter.take<float>(n_heads * ld_given);
+    const int most_in = most([](const LatentConfig& l) { return std::max(l.n_plain, l.n_latent); });
+    inputs = take_inputs(cutter, n_heads, n_heads ? c.inputs.up_to(most_in) : InputSizes{});
 }
 
 void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {

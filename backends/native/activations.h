@@ -82,6 +82,16 @@ struct ExpertRows {
     std::unique_ptr<std::atomic<int>> n_routed;  // tasks of routing that are done in this layer
 };
 
+// What latent attention computes. inputs: of one head after the other, for all tokens.
+struct LatentRows {
+    void take(const DecoderConfig& config, Cutter& cutter);
+
+    size_t ld_q_latent, ld_q, ld_row, ld_query, ld_given, ld_y;
+    float *q_latent, *q, *row, *y;  // (n_batch, ld)
+    float *queries, *given;         // (n_batch, n_heads, ld)
+    Inputs inputs;
+};
+
 // Rows of n_batch tokens, each padded to 16 floats. Layers of different sizes share them: rows are as long as those of the
 // largest. What a mixer computes lies where the feed-forward network has its rows, since neither reads the other's: what
 // pads a row there is cleared by those who read it. Zeros pad x and h, and nothing overwrites them.
@@ -101,7 +111,9 @@ struct Activations {
     // each in halves of a row; k q. zeros: a row of them.
     size_t ld_u, ld_z, ld_steps, ld_kq;
     float *u, *mixed, *z, *raw_steps, *steps, *kq, *zeros;
-    float* gated_q;                                       // (n_batch, 2 ld_q), queries and gates of attention
+    float* gated_q;  // (n_batch, 2 ld_q), queries and gates of attention
+    size_t ld_gates;
+    float *gates, *ones;  // (n_batch, ld_gates), gates of their own; (ld_embd,), where embeddings are normed
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
     struct Angles {
         size_t n_pairs;
@@ -124,9 +136,11 @@ struct Activations {
     std::vector<float*> offsets;                        // (kTaskRows, ld_value + 16), for keys of K6V4
     std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
     std::vector<float*> own_blocks;                     // blocks of the states of delta nets
+    LatentRows latents;
     ExpertRows experts;
 
 private:
+    size_t most_in(const DecoderConfig& config) const;
     void take_rows(const DecoderConfig& config, Cutter& cutter);
     void take_turns(const DecoderConfig& config, Cutter& cutter);
     void take_attention(const DecoderConfig& config, Cutter& cutter);

@@ -2,6 +2,7 @@
 
 #include "blocks.h"
 #include "kernels/hadamard.h"
+#include "rotation.h"
 
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(*config.layers[static_cast<size_t>(index)].attention()),
@@ -22,7 +23,8 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
                                : weights.vector(name + ".k_bias", config_.n_kv())),
       v_bias_(weights.vector(name + ".v_bias", config_.n_kv())),
       output_bias_(weights.vector(name + ".output_bias", config.n_embd)),
-      sinks_(weights.vector(name + ".sinks", config_.n_heads)) {
+      sinks_(weights.vector(name + ".sinks", config_.n_heads)),
+      gate_(config_.n_gate() ? weights.matrix(name + ".gate", config_.n_gate(), config_.n_in) : Matrix{}) {
     if (config_.qk_norm == QKNorm::None) return;
     const bool is_whole = config_.qk_norm == QKNorm::Whole;
     q_norm_ = weights.required_vector(name + ".q_norm", is_whole ? config_.n_q() : config_.head_dim);
@@ -31,30 +33,37 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
 
 void AttentionBlock::run(const Pass& pass, int thread, const float* attended) const {
     const Activations& b = pass.b;
-    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, &k_, &v_})
-                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, &k_, &v_});
+    const Matrix& gate = config_.n_gate() ? gate_ : q_;
+    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, &k_, &v_, &gate})
+                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, &k_, &v_, &gate});
     project_qkv(pass, thread, inputs);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread);
     rotate_and_store(pass, thread);
     attend(pass, thread);
-    pass.add_projection(thread, b.attn, b.ld_q, sub_norm_, output_, output_bias_, post_norm_);
+    pass.add_projection(thread, b.attn, b.ld_q, sub_norm_, output_, output_bias_, post_norm_,
+                        config_.post_norm_epsilon);
 }
 
 void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inputs) const {
     const Activations& b = pass.b;
     const int n = pass.n, n_threads = pass.pool.size(), together = pass.kernels.at_once(n);
     const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
+    const bool has_gate = config_.n_gate() > 0;
+    const Tasks gate(has_gate ? gate_ : q_, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         const int first = tasks.first(task), last = tasks.last(task);
         pass.product(thread, m, inputs, n, first, last, tasks.next_data(m, task), y, ldy);
         add_bias(m, bias, n, first, last, y, ldy);
     };
-    pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
-        if (task < q.count() && config_.gated) return project(q_, q_bias_, q, task, b.gated_q, 2 * b.ld_q);
+    const int n_tasks = q.count() + k.count() + v.count() + (has_gate ? gate.count() : 0);
+    pass.for_tasks(thread, n_tasks, [&](int task) {
+        if (task < q.count() && config_.gated_q()) return project(q_, q_bias_, q, task, b.gated_q, 2 * b.ld_q);
         if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
         task -= q.count();
         if (task < k.count()) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
-        project(v_, v_bias_, v, task - k.count(), b.v, b.ld_kv);
+        task -= k.count();
+        if (task < v.count()) return project(v_, v_bias_, v, task, b.v, b.ld_kv);
+        project(gate_, nullptr, gate, task - v.count(), b.gates, b.ld_gates);
     });
 }
 
@@ -87,27 +96,12 @@ void AttentionBlock::norm_heads(const Pass& pass, int thread, const float* norm,
     }
 }
 
-namespace {
-
-// Turns the pairs of one head (Su et al., arXiv:2104.09864).
-void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bool halves) {
-    for (size_t i = 0; i < n_pairs; i++) {
-        float& first = x[halves ? i : 2 * i];
-        float& second = x[halves ? i + n_pairs : 2 * i + 1];
-        const float a = first, b = second;
-        first = a * cosine[i] - b * sine[i];
-        second = a * sine[i] + b * cosine[i];
-    }
-}
-
-}  // namespace
-
 // The queries and the key of one kv head of token c.
 void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) const {
     const Activations::Angles& angles = pass.b.angles[static_cast<size_t>(config_.rope)];
     const size_t at = static_cast<size_t>(c) * angles.n_pairs;
     const auto turn = [&](float* head) {
-        rotate(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
+        rotate_head(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
     };
     for (int i = 0; i < config_.n_heads / config_.n_kv_heads; i++) turn(q + i * config_.head_dim);
     turn(k);
@@ -122,7 +116,7 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
         const size_t token = static_cast<size_t>(c);
         float* q = b.q + token * b.ld_q + kv_head * of_group * dim;
         float* k = b.k + token * b.ld_kv + kv_head * dim;
-        for (int i = 0; config_.gated && i < of_group; i++) {
+        for (int i = 0; config_.gated_q() && i < of_group; i++) {
             const float* both = gated_query(pass, c, kv_head * of_group + i);
             std::copy(both, both + dim, q + i * dim);
         }
@@ -209,7 +203,7 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         }
         pass.kernels.attention(a);
         for (int r = 0; a.kv.type == KvType::K6V4 && r < a.n_rows; r++) hadamard_back(a.rows[r].out, config_.head_dim);
-        for (int c = first_token, r = 0; config_.gated && c < last_token; c++) {
+        for (int c = first_token, r = 0; config_.gate != OutputGate::None && c < last_token; c++) {
             for (int head = first_head; head < last_head; head++) gate(pass, thread, c, head, a.rows[r++].out);
         }
     });
@@ -220,15 +214,24 @@ const float* AttentionBlock::gated_query(const Pass& pass, int c, int head) cons
     return pass.b.gated_q + static_cast<size_t>(c) * 2 * pass.b.ld_q + static_cast<size_t>(2 * head * config_.head_dim);
 }
 
-// What a head gives, times sigmoid(gate).
+// The numbers that a head's gate is made of: one, or head_dim.
+const float* AttentionBlock::gate_of(const Pass& pass, int c, int head) const {
+    if (config_.gated_q()) return gated_query(pass, c, head) + config_.head_dim;
+    const int each = config_.gate == OutputGate::PerHead ? 1 : config_.head_dim;
+    return pass.b.gates + static_cast<size_t>(c) * pass.b.ld_gates + static_cast<size_t>(head * each);
+}
+
+// What a head gives, times sigmoid(gate) or softplus(gate).
 void AttentionBlock::gate(const Pass& pass, int thread, int c, int head, float* out) const {
-    const int dim = config_.head_dim;
-    const float* both = gated_query(pass, c, head);
+    const bool is_one = config_.gate == OutputGate::PerHead;
+    const int dim = config_.head_dim, n = is_one ? 1 : dim;
+    const float* from = gate_of(pass, c, head);
     float* share = pass.b.own_head[static_cast<size_t>(thread)];
-    std::copy(both + dim, both + 2 * dim, share);
-    clear_padding(share, dim);
-    pass.kernels.sigmoid(share, static_cast<int>(padded(dim)));
-    for (int d = 0; d < dim; d++) out[d] *= share[d];
+    std::copy(from, from + n, share);
+    clear_padding(share, n);
+    const auto function = config_.gate_is_softplus ? pass.kernels.softplus : pass.kernels.sigmoid;
+    function(share, static_cast<int>(padded(n)));
+    for (int d = 0; d < dim; d++) out[d] *= share[is_one ? 0 : d];
 }
 
 // Head `head` of token c, as row r of a task.
@@ -245,12 +248,7 @@ AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Sequence& s
     a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
     a.n_past = sequence.chain ? sequence.slot(c) + 1 : sequence.base;
     if (sequence.chain) return a;
-    int32_t* path = b.path[own] + row * static_cast<size_t>(pass.config.n_batch);
-    for (int i = sequence.rows.n_pending + c - sequence.first; i >= 0; i = sequence.rows.parents[i]) {
-        path[a.n_path++] = sequence.base + i;
-    }
-    std::reverse(path, path + a.n_path);
-    a.path = path;
+    set_path(sequence, c, b.path[own] + row * static_cast<size_t>(pass.config.n_batch), a);
     return a;
 }
 

@@ -14,7 +14,10 @@ public:
 
     // attended: (n, ld_joined) what a layer with longer inputs than the residual stream attends from, else null.
     void run(const Pass& pass, int thread, const float* attended) const;
-    size_t weight_bytes() const { return q_.n_bytes() + k_.n_bytes() + v_.n_bytes() + output_.n_bytes(); }
+    size_t weight_bytes() const {
+        return q_.n_bytes() + k_.n_bytes() + v_.n_bytes() + output_.n_bytes() +
+               (config_.n_gate() ? gate_.n_bytes() : 0);
+    }
 
 private:
     struct Split;  // how attention is cut into tasks
@@ -33,6 +36,7 @@ private:
     void set_offset(const Pass& pass, int kv_head, const float* q, float* offset) const;
     RopeTables rope_tables_of(const Pass& pass) const;
     const float* gated_query(const Pass& pass, int c, int head) const;
+    const float* gate_of(const Pass& pass, int c, int head) const;
     void gate(const Pass& pass, int thread, int c, int head, float* out) const;
 
     AttentionConfig config_;
@@ -43,6 +47,40 @@ private:
     // Null where the model has none.
     const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
     const float *q_bias_, *k_bias_, *v_bias_, *output_bias_, *sinks_;
+    Matrix gate_;  // where the gate has one
+};
+
+// Latent attention with its norm, rotary embedding and projections.
+class LatentAttentionBlock {
+public:
+    LatentAttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: null; it reads the residual stream.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const;
+
+private:
+    // Numbers of the heads of all tokens: from one head to the next, and from one token to the next.
+    struct OfHeads {
+        float* x;
+        size_t head_stride, ld;
+    };
+
+    void project(const Pass& pass, int thread) const;
+    Inputs normed_queries(const Pass& pass, int thread) const;
+    void turn_and_store(const Pass& pass, int thread) const;
+    float* query(const Pass& pass, int c, int head) const;
+    void multiply_heads(const Pass& pass, int thread, const Matrix& all, const OfHeads& from, const OfHeads& to,
+                        float scale) const;
+    void attend(const Pass& pass, int thread) const;
+    AttentionRow row(const Pass& pass, int thread, const Sequence& sequence, int c, int head, int r) const;
+
+    LatentConfig config_;
+    int index_;
+    bool is_rotated_in_halves_;
+    Matrix q_, q_b_;  // q is q_a where there are latents of queries, and q_b is empty where there are none
+    Matrix kv_, k_b_, v_b_, output_;
+    const float *norm_, *q_norm_, *kv_norm_;
 };
 
 // A gated delta net with its norm, convolution and projection.

@@ -17,6 +17,7 @@ from edgeinfer.models import (
     Experts,
     FeedForward,
     GatedDeltaNet,
+    LatentAttention,
     Layer,
     Mixer,
     ModelSpec,
@@ -32,14 +33,34 @@ SEGMENT = 128  # slots, kSegment of kv_head.h
 _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
+    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate", "gate_function"),
+    "post_norm_epsilon",
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
     *("step_bias", "out_norm", "output", "norm", "beta", "alpha", "beta_alpha"),
 )
 _OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
-_OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
+_OF_LATENTS = (
+    *(
+        "n_embd",
+        "n_heads",
+        "n_plain",
+        "n_turned",
+        "n_latent",
+        "n_value",
+        "scale",
+        "rope",
+        "kv",
+        "kv_norm",
+        "k_b",
+        "v_b",
+    ),
+    *("output", "norm", "q", "n_q_latent", "q_a", "q_norm", "q_b"),
+)
+_OF_DENSE = (
+    *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
+)
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
     *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
@@ -50,6 +71,7 @@ BLOCKS: dict[type, Sequence[str]] = {
     Attention: _OF_ATTENTION,
     GatedDeltaNet: _OF_DELTA_NET,
     ShortConv: _OF_SHORT_CONV,
+    LatentAttention: _OF_LATENTS,
     Dense: _OF_DENSE,
     Experts: _OF_EXPERTS,
 }
@@ -80,6 +102,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
+    config.embedding_norm = spec.embedding_norm
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
@@ -172,6 +195,8 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
             sizes = {"heads": block.head_dim}
         elif isinstance(block, ShortConv):
             sizes = {"rows": block.n_embd}
+        elif isinstance(block, LatentAttention):
+            sizes = {"latents": block.n_latent, "turned parts": block.n_turned, "values": block.n_value}
         for what, n in sizes.items():
             if n % _LANES:
                 raise UnsupportedModel(
@@ -181,7 +206,7 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
 
 def _mixer(
     config: _core.DecoderConfig, block: Mixer, ropes: dict[RopeSpec, int], scales: list[tuple[object, ...]]
-) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig:
+) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig | _core.LatentConfig:
     """A mixer; ropes: those that the config has, to which its own is added."""
     if isinstance(block, GatedDeltaNet):
         return _core.DeltaNetConfig(
@@ -194,12 +219,31 @@ def _mixer(
         )
     if isinstance(block, ShortConv):
         return _core.ShortConvConfig(n_channels=block.n_embd, n_conv=block.n_conv)
+    if isinstance(block, LatentAttention):
+        return _latents(block, _rope_number(config, block.rope, ropes))
     if not isinstance(block, Attention):
         raise UnsupportedModel(f"the mixer must be one that the native engine has: found {type(block).__name__}")
-    rope = block.rope
-    if rope is not None and rope not in ropes:
+    rope = -1 if block.rope is None else _rope_number(config, block.rope, ropes)
+    return _attention(block, rope, scales.index(_scales_of(block)))
+
+
+def _rope_number(config: _core.DecoderConfig, rope: RopeSpec, ropes: dict[RopeSpec, int]) -> int:
+    if rope not in ropes:
         ropes[rope] = _add_rope(config, rope)
-    return _attention(block, -1 if rope is None else ropes[rope], scales.index(_scales_of(block)))
+    return ropes[rope]
+
+
+def _latents(block: LatentAttention, rope: int) -> _core.LatentConfig:
+    return _core.LatentConfig(
+        n_heads=block.n_heads,
+        n_plain=block.n_plain,
+        n_turned=block.n_turned,
+        n_latent=block.n_latent,
+        n_value=block.n_value,
+        n_q_latent=block.n_q_latent,
+        rope=rope,
+        scale=block.scale,
+    )
 
 
 def _attention(block: Attention, rope: int, query_scales: int) -> _core.AttentionConfig:
@@ -214,13 +258,19 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         soft_cap=block.soft_cap or 0.0,
         qk_norm=_core.QKNorm[block.qk_norm if block.q_norm and block.qk_norm else "none"],
         key_bias=block.separate_key_bias is not None,
-        gated=block.output_gate is not None,
+        gate=_core.OutputGate[block.output_gate or "none"],
+        gate_is_softplus=block.gate_function == "softplus",
+        post_norm_epsilon=block.post_norm_epsilon or 0.0,
     )
 
 
 def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
     if isinstance(block, Dense):
-        return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation])
+        return _core.DenseConfig(
+            n_ff=block.n_ff,
+            activation=_core.Activation[block.activation],
+            post_norm_epsilon=block.post_norm_epsilon or 0.0,
+        )
     if not isinstance(block, Experts):
         raise UnsupportedModel(f"the feed-forward network must be Dense or Experts: found {type(block).__name__}")
     return _core.ExpertsConfig(

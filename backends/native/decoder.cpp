@@ -66,6 +66,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     fill_rope_tables();
+    if (config_.embedding_norm) std::fill_n(activations_->ones, config_.n_embd, 1.0f);
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
@@ -110,6 +111,7 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     const auto mixer = [&]() -> Mixer {
         if (layer.delta_net()) return DeltaNetBlock(config_, index, of_mixer, *weights_);
         if (layer.short_conv()) return ShortConvBlock(config_, index, of_mixer, *weights_);
+        if (layer.latent_attention()) return LatentAttentionBlock(config_, index, of_mixer, *weights_);
         return AttentionBlock(config_, index, of_mixer, *weights_);
     };
     if (layer.dense()) {
@@ -213,6 +215,7 @@ void Decoder::embed(const Pass& pass, int thread) const {
             return;
         }
         for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
+        if (config_.embedding_norm) kernels_.rms_norm(b.x + at, b.ones, config_.n_embd, config_.norm_epsilon, b.x + at);
         if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);
     });

@@ -108,7 +108,7 @@ public:
     size_t activation_bytes() const { return memory_.size(); }
 
 private:
-    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock>;
+    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock, LatentAttentionBlock>;
 
     struct Layer {
         Mixer mixer;

@@ -11,7 +11,8 @@ DenseBlock::DenseBlock(const DecoderConfig& config, int index, const std::string
 
 void DenseBlock::run(const Pass& pass, int thread) const {
     gated(pass, thread, pass.normed_inputs(thread, norm_, nullptr, pass.n, {&gate_, &up_}));
-    pass.add_projection(thread, pass.b.gate, pass.b.ld_ff, sub_norm_, down_, nullptr, post_norm_);
+    pass.add_projection(thread, pass.b.gate, pass.b.ld_ff, sub_norm_, down_, nullptr, post_norm_,
+                        config_.post_norm_epsilon);
 }
 
 // gate = activation(gate) * up

@@ -83,6 +83,14 @@ void Pass::record(int thread, const Inputs& inputs, int n_inputs, std::initializ
               [&](int part) { squares->add(readers, inputs.x, inputs.ldx, n_inputs, part); });
 }
 
+void set_path(const Sequence& sequence, int c, int32_t* path, AttentionRow& row) {
+    for (int i = sequence.rows.n_pending + c - sequence.first; i >= 0; i = sequence.rows.parents[i]) {
+        path[row.n_path++] = sequence.base + i;
+    }
+    std::reverse(path, path + row.n_path);
+    row.path = path;
+}
+
 void add_bias(const Matrix& w, const float* bias, int n, int first, int last, float* y, size_t ldy) {
     if (!bias) return;
     for (int c = 0; c < n; c++) {
@@ -104,7 +112,7 @@ void Pass::multiply(int thread, const Matrix& w, const Inputs& inputs, float* y,
 }
 
 void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
-                          const float* post_norm) const {
+                          const float* post_norm, float post_epsilon) const {
     // Other threads still read y; and where this one is late, something else is there that they write to.
     float* h = sub_norm && alone() ? b.own_h[static_cast<size_t>(thread)] : y;
     const Inputs inputs = inputs_of(thread, w.n_in, h, ldy);
@@ -134,14 +142,14 @@ void Pass::add_projection(int thread, float* y, size_t ldy, const float* sub_nor
             kernels.add_scaled(b.x + at, b.h + at, n_added, config.residual_scale);
         }
     });
-    if (post_norm) add_to_residual(thread, post_norm);
+    if (post_norm) add_to_residual(thread, post_norm, post_epsilon == 0 ? config.norm_epsilon : post_epsilon);
 }
 
 // x += residual_scale * norm(h)
-void Pass::add_to_residual(int thread, const float* post_norm) const {
+void Pass::add_to_residual(int thread, const float* post_norm, float epsilon) const {
     for_items(thread, n, [&](int c) {
         const size_t at = static_cast<size_t>(c) * b.ld_embd;
-        kernels.rms_norm(b.h + at, post_norm, config.n_embd, config.norm_epsilon, b.h + at);
+        kernels.rms_norm(b.h + at, post_norm, config.n_embd, epsilon, b.h + at);
         kernels.add_scaled(b.x + at, b.h + at, config.n_embd, config.residual_scale);
     });
 }

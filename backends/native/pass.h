@@ -114,9 +114,10 @@ public:
     }
     // y = w inputs
     void multiply(int thread, const Matrix& w, const Inputs& inputs, float* y, size_t ldy) const;
-    // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites.
+    // x += residual_scale * norm(w * norm(y) + bias) for the rows y, which their norm overwrites. post_epsilon: of the
+    // outer norm, 0 for the model's.
     void add_projection(int thread, float* y, size_t ldy, const float* sub_norm, const Matrix& w, const float* bias,
-                        const float* post_norm) const;
+                        const float* post_norm, float post_epsilon = 0) const;
 
     const DecoderConfig& config;
     const Kernels& kernels;
@@ -135,13 +136,16 @@ public:
 private:
     void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,
                            size_t ldy) const;
-    void add_to_residual(int thread, const float* post_norm) const;
+    void add_to_residual(int thread, const float* post_norm, float epsilon) const;
 
     std::atomic<bool>& stop_;
     const std::function<bool()>& poll_;
     mutable std::mutex failing_;
     mutable std::string failure_;
 };
+
+// The slots of the branch of a tree that ends in row c, ascending. path: room for them.
+void set_path(const Sequence& sequence, int c, int32_t* path, AttentionRow& row);
 
 // Clears what pads n numbers to 16, where a layer of another size may have left something.
 inline void clear_padding(float* row, int n) { std::fill(row + n, row + padded(n), 0.0f); }

@@ -31,8 +31,11 @@ struct QueryScales {
 
 enum class Activation : int { Silu, GeluTanh, Relu2, ClampedSwiglu };
 enum class QKNorm : int { None, PerHead, Whole };
+// Of what heads give: with each query in its matrix, or of a matrix of its own, by head or by number.
+enum class OutputGate : int { None, InQ, PerHead, PerNumber };
 
-// A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none.
+// A cap of 0 and a window of 0 are none. rope, query_scales: indices in DecoderConfig, rope -1 for none. post_norm_epsilon:
+// 0 for the model's.
 struct AttentionConfig {
     int n_in, n_heads, n_kv_heads, head_dim;
     int rope = -1, query_scales = 0;
@@ -40,12 +43,27 @@ struct AttentionConfig {
     float soft_cap = 0;
     QKNorm qk_norm = QKNorm::None;
     bool key_bias = false;  // one that no norm follows, so that keys can be held without it
-    bool gated = false;     // q has for each head a query and a gate of what the head gives
+    OutputGate gate = OutputGate::None;
+    bool gate_is_softplus = false;
+    float post_norm_epsilon = 0;
 
-    int n_q_rows() const { return (gated ? 2 : 1) * n_q(); }
+    bool gated_q() const { return gate == OutputGate::InQ; }
+    int n_q_rows() const { return (gated_q() ? 2 : 1) * n_q(); }
+    // Rows of the gate's own matrix.
+    int n_gate() const { return gate == OutputGate::PerHead ? n_heads : gate == OutputGate::PerNumber ? n_q() : 0; }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
     KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
+};
+
+// Latent attention. n_q_latent: 0 for queries of one matrix. rope: an index in DecoderConfig.
+struct LatentConfig {
+    int n_heads, n_plain, n_turned, n_latent, n_value, n_q_latent, rope;
+    float scale;
+
+    int n_q() const { return n_heads * (n_plain + n_turned); }
+    int n_row() const { return n_latent + n_turned; }
+    KvSizes state_sizes() const { return {1, n_row(), 0, n_latent}; }
 };
 
 // A gated delta net. modulo: value head h reads key head h % n_key_heads, else h / (n_value_heads / n_key_heads).
@@ -73,6 +91,7 @@ struct ShortConvConfig {
 struct DenseConfig {
     int n_ff;
     Activation activation = Activation::Silu;
+    float post_norm_epsilon = 0;  // 0 for the model's
 };
 
 enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus };
@@ -90,7 +109,7 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
 };
 
-using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig>;
+using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, LatentConfig>;
 
 struct LayerConfig {
     MixerConfig mixer;
@@ -103,6 +122,7 @@ struct LayerConfig {
     const AttentionConfig* attention() const { return std::get_if<AttentionConfig>(&mixer); }
     const DeltaNetConfig* delta_net() const { return std::get_if<DeltaNetConfig>(&mixer); }
     const ShortConvConfig* short_conv() const { return std::get_if<ShortConvConfig>(&mixer); }
+    const LatentConfig* latent_attention() const { return std::get_if<LatentConfig>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -142,6 +162,7 @@ struct DecoderConfig {
     std::vector<QueryScales> query_scales;  // only for a Decoder, not for its sizes
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
+    bool embedding_norm = false;  // of the scaled embeddings, without weights
     InputSizes inputs = {};
 
     int n_layers() const { return static_cast<int>(layers.size()); }
@@ -170,6 +191,11 @@ struct DecoderConfig {
     template <class Number>
     int most_of_short_convs(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.short_conv() ? number(*layer.short_conv()) : 0; });
+    }
+    template <class Number>
+    int most_of_latents(const Number& number) const {
+        return most(
+            [&](const LayerConfig& layer) { return layer.latent_attention() ? number(*layer.latent_attention()) : 0; });
     }
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;

@@ -184,7 +184,7 @@ def is_mostly_ternary(parts: Sequence[Part]) -> bool:
 def _info(model: ModelFile, name: str, is_vector: bool = False) -> TensorInfo:
     """A tensor. Raises UnsupportedModel for a type that the engine lacks."""
     info = model.tensors[name]
-    known = MATRIX_TYPES if len(info.shape) == 2 and not is_vector else VECTOR_TYPES
+    known = MATRIX_TYPES if len(info.shape) > 1 and not is_vector else VECTOR_TYPES
     if info.type not in known:
         raise UnsupportedModel(
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks; it "

@@ -115,7 +115,7 @@ class Recipe:
     changed: Callable[[Model, SourceTensor], SourceTensor] = _unchanged
     interleaved: bool = False  # whether queries and keys are permuted to pairs that stand side by side
     norm_shift: float = 0.0  # what is added to the weights of norms
-    plain_norms: frozenset[str] = frozenset()  # those of a layer, by GGUF names, that nothing is added to
+    plain_norms: frozenset[str] = frozenset()  # by GGUF names without the layer, those that nothing is added to
     # whether there may, must or cannot be an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     # ways to scale the rotation for long contexts, beyond those that every architecture has

@@ -17,6 +17,7 @@ from edgeinfer.exporters.source import SourceTensor
 _PIECE_BYTES = 32 << 20
 _COMPUTED = re.compile(r"(.*\.)?rotary_emb\.inv_freq")  # old files keep it, it follows from config.json
 _KEPT_EXACT = re.compile(r".*(_norm|ffn_gate_inp|ffn_gate_inp_shexp|ssm_conv1d|shortconv\.conv)\.weight")
+_LAYER = re.compile(r"blk\.\d+\.")
 _PERMUTED = re.compile(r"blk\.\d+\.attn_[qk]\.(weight|bias)")
 EMBEDDINGS, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -42,7 +43,7 @@ def finished(model: Model, tensor: SourceTensor) -> SourceTensor:
     """The last steps of every tensor, once it has its GGUF name."""
     recipe, name = model.recipe, tensor.name
     tensor = recipe.changed(model, tensor)
-    if recipe.norm_shift and name.endswith("norm.weight") and name.split(".", 2)[-1] not in recipe.plain_norms:
+    if recipe.norm_shift and name.endswith("norm.weight") and _LAYER.sub("", name) not in recipe.plain_norms:
         tensor = rows.shifted(tensor, recipe.norm_shift)
     if recipe.interleaved and _PERMUTED.fullmatch(name):
         tensor = _permuted(model, tensor)

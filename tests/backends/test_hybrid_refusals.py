@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 from parts import missing
+from tiny_gated import GATED_ARCHITECTURES, GatedArchitecture, write_tiny_gated
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
+from tiny_latents import write_tiny_latents
 
 from edgeinfer.backends.onnx.decoder import check_spec as check_onnx
 from edgeinfer.backends.opencl.parts import check_spec as check_opencl
@@ -43,6 +45,21 @@ def test_a_recurrent_layer_is_refused_by_its_name(backend: str, file: ModelFile)
 def test_gates_on_attention_are_refused_by_name(backend: str, tmp_path: Path) -> None:
     path = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", kinds=["attention", "attention"])
     with ModelFile.open(path) as file:
+        with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer has output_gate, which the "):
+            CHECKS[backend](file, read_spec(file))
+
+
+@pytest.mark.parametrize("backend", CHECKS)
+def test_latent_attention_is_refused_by_its_name(backend: str, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_latents(tmp_path / "m.gguf")) as file:
+        with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer is a block LatentAttention, which the "):
+            CHECKS[backend](file, read_spec(file))
+
+
+@pytest.mark.parametrize("architecture", GATED_ARCHITECTURES)
+@pytest.mark.parametrize("backend", CHECKS)
+def test_gates_of_their_own_are_refused_by_name(backend: str, architecture: GatedArchitecture, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_gated(tmp_path / "m.gguf", architecture)) as file:
         with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer has output_gate, which the "):
             CHECKS[backend](file, read_spec(file))
 

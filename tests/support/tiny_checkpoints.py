@@ -317,6 +317,58 @@ def lfm2(config: dict[str, Any]) -> Shapes:
     return {name.replace("model.norm.", "model.embedding_norm."): shape for name, shape in found.items()}
 
 
+def laguna(config: dict[str, Any]) -> Shapes:
+    more = router() | experts() | network("mlp.shared_expert", N_FF_SHARED)
+    more["mlp.experts.e_score_correction_bias"] = (N_EXPERTS,)
+
+    def layer(n: int) -> Shapes:
+        n_heads = config["num_attention_heads_per_layer"][n]
+        n_q = n_heads * HEAD_DIM
+        of_layer = attention(config, norms=True) | norms()
+        of_layer["self_attn.q_proj.weight"], of_layer["self_attn.o_proj.weight"] = (n_q, N_EMBD), (N_EMBD, n_q)
+        of_layer["self_attn.g_proj.weight"] = (n_q if config["gating"] == "per-element" else n_heads, N_EMBD)
+        return of_layer | (network() if config["mlp_layer_types"][n] == "dense" else more)
+
+    return model(config, layer)
+
+
+def muse_glimmer(config: dict[str, Any]) -> Shapes:
+    """Its language model, beside one tensor of another part."""
+    config = {**config, **config["text_config"]}
+    four = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    gate: Shapes = {"self_attn.gate_proj.weight": (HEADS * HEAD_DIM, N_EMBD)}
+    found = model(config, lambda _: attention(config) | gate | norms(*four) | network())
+    return {name.replace("model.", "model.language_model.", 1): shape for name, shape in found.items()}
+
+
+def deepseek(config: dict[str, Any]) -> Shapes:
+    """With the block behind the layers that config.json names, in GLM."""
+    latent, turned, plain, value = (
+        config[key] for key in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    n_q, n_latent = HEADS * (plain + turned), config["q_lora_rank"]
+    queries: Shapes = {"self_attn.q_proj.weight": (n_q, N_EMBD)}
+    if n_latent:
+        queries = {"self_attn.q_a_proj.weight": (n_latent, N_EMBD), "self_attn.q_a_layernorm.weight": (n_latent,)}
+        queries |= {"self_attn.q_b_proj.weight": (n_q, n_latent)}
+    attends = queries | {
+        "self_attn.kv_a_proj_with_mqa.weight": (latent + turned, N_EMBD),
+        "self_attn.kv_a_layernorm.weight": (latent,),
+        "self_attn.kv_b_proj.weight": (HEADS * (plain + value), latent),
+        "self_attn.o_proj.weight": (N_EMBD, HEADS * value),
+    }
+    more = router() | experts() | network("mlp.shared_experts", N_FF_EXPERT)
+    if config["model_type"] != "deepseek_v2":
+        more["mlp.gate.e_score_correction_bias"] = (N_EXPERTS,)
+    found = model(config, lambda n: attends | norms() | (more if n else network()))
+    if config.get("num_nextn_predict_layers"):
+        block = attends | norms("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm")
+        block |= {**more, "eh_proj.weight": (N_EMBD, 2 * N_EMBD)}
+        n = config["num_hidden_layers"]
+        found |= {f"model.layers.{n}.{name}": shape for name, shape in block.items()}
+    return found
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
@@ -341,6 +393,13 @@ QWEN_HYBRID_MOE = {**QWEN_HYBRID, **QWEN_MOE, "shared_expert_intermediate_size":
 LFM2 = {
     **{"num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", "conv"], "conv_L_cache": 3},
     **{"norm_eps": 1e-5, "tie_word_embeddings": True, "rope_parameters": PLAIN},
+}
+LATENTS = {
+    **{"n_routed_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT},
+    **{"n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12},
+    **{"v_head_dim": 16, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "rope_interleave": True},
+    # transformers takes 1e-6 for the norms of latents, whatever the others have
+    **{"rms_norm_eps": 1e-6, "num_key_value_heads": HEADS, "rope_parameters": PLAIN},
 }
 CASES = {
     "llama": Case("LlamaForCausalLM", "llama", {"rope_parameters": LLAMA3, "head_dim": HEAD_DIM}, llama),
@@ -514,6 +573,55 @@ CASES = {
         qwen_hybrid(fused_delta_net),
         norm_shift=1.0,
     ),
+    "laguna": Case(
+        *("LagunaForCausalLM", "laguna"),
+        {
+            **{**QWEN_MOE, "num_hidden_layers": 4, "head_dim": HEAD_DIM, "layer_types": [FULL, *[WINDOW] * 3]},
+            **{"shared_expert_intermediate_size": N_FF_SHARED, "moe_routed_scaling_factor": 2.5, "sliding_window": 6},
+            **{"num_attention_heads_per_layer": [HEADS, 6, 6, 6], "mlp_layer_types": ["dense", *["sparse"] * 3]},
+            "gating": True,
+            "rope_parameters": {
+                FULL: {**YARN, "partial_rotary_factor": 0.5},
+                WINDOW: {**PLAIN, "partial_rotary_factor": 1.0},
+            },
+        },
+        laguna,
+    ),
+    "muse_glimmer": Case(
+        *("MuseGlimmerForConditionalGeneration", "muse_glimmer"),
+        {
+            "text_config": {
+                **{**COMMON, "model_type": "muse_glimmer_text", "num_hidden_layers": 4, "head_dim": HEAD_DIM},
+                **{"hidden_activation": "silu", "layer_types": [WINDOW, WINDOW, WINDOW, FULL], "sliding_window": 6},
+                **{"layer_rope_theta": [1e4, 1e4, 1e4, 0], "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+                **{"qk_scale_factor": 3.87, "post_norm_eps": 1e-8, "rope_parameters": PLAIN},
+            },
+        },
+        muse_glimmer,
+        norm_shift=1.0,
+    ),
+    "deepseek2": Case(
+        *("DeepseekV3ForCausalLM", "deepseek_v3"),
+        {**LATENTS, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
+        deepseek,
+    ),
+    "deepseek2_lite": Case(
+        *("DeepseekV2ForCausalLM", "deepseek_v2"),
+        {
+            **{**LATENTS, "first_k_dense_replace": 1, "q_lora_rank": None, "norm_topk_prob": False},
+            **{"topk_method": "greedy", "scoring_func": "softmax"},
+            "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        deepseek,
+    ),
+    "deepseek2_glm": Case(
+        *("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
+        {
+            **{**LATENTS, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "scoring_func": "sigmoid"},
+            **{"mlp_layer_types": ["dense", "sparse"], "num_nextn_predict_layers": 1},
+        },
+        deepseek,
+    ),
     "lfm2": Case(
         *("Lfm2ForCausalLM", "lfm2"),
         # two thirds of 65 in multiples of 16
@@ -577,6 +685,14 @@ VARIED = {
     "qwen35_tied": _varied("qwen35", tie_word_embeddings=True),
     "qwen35_with_images": _with_images("qwen35", "Qwen3_5ForConditionalGeneration", "qwen3_5"),
     "qwen35moe_with_images": _with_images("qwen35moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe"),
+    "laguna_per_element": _varied(
+        "laguna",
+        gating="per-element",
+        num_attention_heads_per_layer=[HEADS] * 4,
+        layer_types=[WINDOW, FULL, WINDOW, WINDOW],
+    ),
+    "laguna_sees_all": _varied("laguna", layer_types=[FULL] * 4),
+    "deepseek2_yarn": _varied("deepseek2", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "lfm2_indices": _varied("lfm2", "layer_types", full_attn_idxs=[1]),
     "lfm2_as_it_is": _varied("lfm2", "block_ff_dim", block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
     "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),

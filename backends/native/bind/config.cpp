@@ -28,9 +28,9 @@ int add_query_scales(DecoderConfig& config, std::vector<float> values, int n_pos
     return static_cast<int>(config.query_scales.size()) - 1;
 }
 
-void init_dense(DenseConfig* dense, int n_ff, Activation activation) {
-    if (n_ff < 1) throw nb::value_error("n_ff must be positive");
-    new (dense) DenseConfig{n_ff, activation};
+void init_dense(DenseConfig* dense, int n_ff, Activation activation, float post_norm_epsilon) {
+    if (n_ff < 1 || post_norm_epsilon < 0) throw nb::value_error("n_ff must be positive");
+    new (dense) DenseConfig{n_ff, activation, post_norm_epsilon};
 }
 
 void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
@@ -48,15 +48,28 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
 }
 
 void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
-                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias, bool gated) {
+                    int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias, OutputGate gate,
+                    bool gate_is_softplus, float post_norm_epsilon) {
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
     if (rope < -1 || query_scales < 0 || window < 0) throw nb::value_error("no such rope, query scales or window");
     if (key_bias && qk_norm != QKNorm::None) throw nb::value_error("key_bias is one that no norm follows");
-    if (gated && qk_norm == QKNorm::Whole) throw nb::value_error("gates come with queries that are normed by head");
-    new (attention) AttentionConfig{n_in,   n_heads,  n_kv_heads, head_dim, rope, query_scales,
-                                    window, soft_cap, qk_norm,    key_bias, gated};
+    if (gate == OutputGate::InQ && qk_norm == QKNorm::Whole)
+        throw nb::value_error("gates come with queries that are normed by head");
+    if (post_norm_epsilon < 0) throw nb::value_error("post_norm_epsilon must not be negative");
+    new (attention) AttentionConfig{n_in,         n_heads,          n_kv_heads,       head_dim, rope,
+                                    query_scales, window,           soft_cap,         qk_norm,  key_bias,
+                                    gate,         gate_is_softplus, post_norm_epsilon};
+}
+
+void init_latents(LatentConfig* latents, int n_heads, int n_plain, int n_turned, int n_latent, int n_value,
+                  int n_q_latent, int rope, float scale) {
+    if (n_heads < 1 || n_plain < 1 || n_turned < 2 || n_latent < 1 || n_latent % kRows || n_turned % kRows ||
+        n_value < 1 || n_value % kRows || n_q_latent < 0) {
+        throw nb::value_error("rows and values must be of a multiple of 16 numbers");
+    }
+    new (latents) LatentConfig{n_heads, n_plain, n_turned, n_latent, n_value, n_q_latent, rope, scale};
 }
 
 void init_delta_net(DeltaNetConfig* net, int n_key_heads, int n_value_heads, int head_dim, int n_conv, bool modulo,
@@ -74,18 +87,23 @@ void init_short_conv(ShortConvConfig* conv, int n_channels, int n_conv) {
     new (conv) ShortConvConfig{n_channels, n_conv};
 }
 
-void check_rope(const DecoderConfig& config, const AttentionConfig& attention) {
-    if (attention.rope < 0) return;
-    const size_t rope = static_cast<size_t>(attention.rope);
+void check_rope(const DecoderConfig& config, int number, int head_dim) {
+    if (number < 0) return;
+    const size_t rope = static_cast<size_t>(number);
     if (rope >= config.ropes.size()) throw nb::value_error("no such rope, query scales or window");
-    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(attention.head_dim)) {
+    if (2 * config.ropes[rope].frequencies.size() > static_cast<size_t>(head_dim)) {
         throw nb::value_error("the rope has more pairs than a head");
     }
 }
 
 void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
     const LayerConfig layer{mixer, ffn};
-    if (layer.attention()) check_rope(config, *layer.attention());
+    if (layer.attention()) check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
+    if (layer.latent_attention()) {
+        const LatentConfig& latents = *layer.latent_attention();
+        if (latents.rope < 0) throw nb::value_error("latent attention has a rope");
+        check_rope(config, latents.rope, latents.n_turned);
+    }
     if (layer.short_conv() && layer.short_conv()->n_channels != config.n_embd)
         throw nb::value_error("a short convolution has a channel for each number of the residual stream");
     config.layers.push_back(layer);
@@ -99,10 +117,16 @@ void init_config(DecoderConfig* config, int n_vocab, int n_logits, int n_embd, i
     new (config) DecoderConfig{n_vocab, n_logits, n_embd, n_ctx, n_batch, norm_epsilon, {}, {}, {}};
 }
 
+void check_latents(KvType type, const LatentConfig& latents) {
+    if (type == KvType::K6V4 || (type == KvType::Q8_0 && (latents.n_row() % 32 || latents.n_latent % 32)))
+        throw nb::value_error("latent rows are F16, or Q8_0 where they are of a multiple of 32 numbers");
+}
+
 void check_cache(const DecoderConfig& config, KvType type, int n_ctx) {
     if (n_ctx < 1 || n_ctx > config.n_ctx)
         throw nb::value_error("a sequence has as many positions as the model at most");
     for (const LayerConfig& layer : config.layers) {
+        if (layer.latent_attention()) check_latents(type, *layer.latent_attention());
         if (!layer.attention()) continue;
         const AttentionConfig& a = *layer.attention();
         if (type != KvType::F16 && a.head_dim % 32) {
@@ -294,6 +318,11 @@ void bind_enums(nb::module_& m) {
         .value("none", QKNorm::None)
         .value("per_head", QKNorm::PerHead)
         .value("whole", QKNorm::Whole);
+    nb::enum_<OutputGate>(m, "OutputGate")
+        .value("none", OutputGate::None)
+        .value("in_q", OutputGate::InQ)
+        .value("per_head", OutputGate::PerHead)
+        .value("per_number", OutputGate::PerNumber);
     nb::enum_<KvType>(m, "KvType").value("f16", KvType::F16).value("q8_0", KvType::Q8_0).value("k6v4", KvType::K6V4);
     nb::enum_<FrontKind>(m, "FrontKind")
         .value("none", FrontKind::None)
@@ -305,17 +334,21 @@ void bind_enums(nb::module_& m) {
 void bind_blocks(nb::module_& m) {
     nb::class_<AttentionConfig>(m, "AttentionConfig", "Attention; see edgeinfer.models.Attention.")
         .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
-             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "gated"_a = false);
+             "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "gate"_a = OutputGate::None,
+             "gate_is_softplus"_a = false, "post_norm_epsilon"_a = 0.0f);
     nb::class_<DeltaNetConfig>(m, "DeltaNetConfig", "A gated delta net; see edgeinfer.models.GatedDeltaNet.")
         .def("__init__", &init_delta_net, nb::kw_only(), "n_key_heads"_a, "n_value_heads"_a, "head_dim"_a, "n_conv"_a,
              "modulo"_a, "joint_steps"_a);
     nb::class_<ShortConvConfig>(m, "ShortConvConfig", "A short convolution; see edgeinfer.models.ShortConv.")
         .def("__init__", &init_short_conv, nb::kw_only(), "n_channels"_a, "n_conv"_a);
+    nb::class_<LatentConfig>(m, "LatentConfig", "Latent attention; see edgeinfer.models.LatentAttention.")
+        .def("__init__", &init_latents, nb::kw_only(), "n_heads"_a, "n_plain"_a, "n_turned"_a, "n_latent"_a,
+             "n_value"_a, "n_q_latent"_a, "rope"_a, "scale"_a);
     m.attr("MOST_ROWS_OF_RECURRENCE") = RecurrentState::kMostRows;
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
-        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a);
+        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a, "post_norm_epsilon"_a = 0.0f);
     nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
         .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
              "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a);
@@ -351,6 +384,7 @@ void bind_config(nb::module_& m) {
         .def_rw("residual_scale", &DecoderConfig::residual_scale)
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
+        .def_rw("embedding_norm", &DecoderConfig::embedding_norm)
         .def(
             "kv_bytes",
             [](const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {

@@ -110,7 +110,26 @@ void store_k6v4_key_value(const KvHead& kv, int slot, const float* key, const fl
     }
 }
 
+// A row that is both, at the place of values.
+void store_row(const KvHead& kv, int slot, const float* row) {
+    const size_t at = static_cast<size_t>(slot % kSegment);
+    uint8_t* values = segment_of(kv, slot) + kv.values_at;
+    uint8_t* own = values + kv.scales_bytes + at * kv.value_bytes;
+    if (kv.type == KvType::F16) {
+        for (int i = 0; i < kv.head_dim; i += 16) store_f16(own + 2 * i, load_f32(row + i));
+        return;
+    }
+    for (int b = 0; b < kv.head_dim / 32; b++) {
+        int8_t codes[32];
+        int32_t sums[2];
+        const float scale = quantize<32>(row + 32 * b, codes, sums);
+        std::memcpy(values + at * (kv.scales_bytes / kSegment) + 4 * static_cast<size_t>(b), &scale, sizeof scale);
+        std::memcpy(own + 32 * b, codes, sizeof codes);
+    }
+}
+
 void store_key_value(const KvHead& kv, int slot, const float* key, const float* value) {
+    if (kv.is_row) return store_row(kv, slot, key);
     switch (kv.type) {
         case KvType::F16: return store_f16_key_value(kv, slot, key, value);
         case KvType::Q8_0: return store_q8_key_value(kv, slot, key, value);
@@ -171,11 +190,62 @@ EI_INLINE void score_k6(const KvHead& kv, int tile, const AttentionRow* rows, F3
     }
 }
 
+// 16 numbers of the value in a slot, from number d on; values: those of the slot's segment.
+template <KvType TYPE>
+EI_INLINE F32 load_value(const KvHead& kv, const uint8_t* values, int slot, int d) {
+    const size_t at = static_cast<size_t>(slot % kSegment);
+    if constexpr (TYPE == KvType::F16) {
+        return load_f16(values + at * kv.value_bytes + 2 * static_cast<size_t>(d));
+    } else if constexpr (TYPE == KvType::K6V4) {
+        const bool is_high = d % 32 != 0;
+        const float scale = bf16_at(values + 2 * at);
+        const uint8_t* bytes = values + kv.scales_bytes + at * kv.value_bytes + d / 32 * 16;
+        const F32 code = to_f32(and_i32(load_u8_as_i32(bytes), set_i32(is_high ? 0xf0 : 0x0f)));   // high: 16 times it
+        return fma_f32(code, set_f32(is_high ? scale : 16.0f * scale), set_f32(-120.0f * scale));  // exact
+    } else {
+        float scale;
+        std::memcpy(&scale, values + (at * static_cast<size_t>(kv.head_dim) + static_cast<size_t>(d)) / 32 * 4, 4);
+        const uint8_t* codes = values + kv.scales_bytes + at * kv.value_bytes + d;
+        return mul_f32(to_f32(load_i8_as_i32(codes)), set_f32(scale));
+    }
+}
+
+// The same of rows that are both: of each slot 16 lanes over its numbers, in two sums of every second piece, and then one
+// tree.
+template <KvType TYPE, int NR>
+EI_INLINE void score_row_slots(const KvHead& kv, int tile, const AttentionRow* rows, F32 (&scores)[NR]) {
+    const uint8_t* values = segment_of(kv, 16 * tile) + kv.values_at;
+    float lanes[NR][16];
+    for (int slot = 0; slot < 16; slot++) {
+        F32 even[NR], odd[NR];
+        for (int r = 0; r < NR; r++) even[r] = odd[r] = set_f32(0.0f);
+        int d = 0;
+        for (; d + 32 <= kv.head_dim; d += 32) {
+            const F32 k0 = load_value<TYPE>(kv, values, 16 * tile + slot, d);
+            const F32 k1 = load_value<TYPE>(kv, values, 16 * tile + slot, d + 16);
+            for (int r = 0; r < NR; r++) {
+                even[r] = fma_f32(k0, load_f32(rows[r].q + d), even[r]);
+                odd[r] = fma_f32(k1, load_f32(rows[r].q + d + 16), odd[r]);
+            }
+        }
+        for (; d < kv.head_dim; d += 16) {
+            const F32 k = load_value<TYPE>(kv, values, 16 * tile + slot, d);
+            for (int r = 0; r < NR; r++) even[r] = fma_f32(k, load_f32(rows[r].q + d), even[r]);
+        }
+        for (int r = 0; r < NR; r++) lanes[r][slot] = sum_lanes(add_f32(even[r], odd[r]));
+    }
+    for (int r = 0; r < NR; r++) scores[r] = load_f32(lanes[r]);
+}
+
 template <int NR>
 void score_tiles(const KvHead& kv, const AttentionRow* rows, int first, int last) {
     for (int t = first; t < last; t++) {
         F32 scores[NR];
-        if (kv.type == KvType::F16) {
+        if (kv.is_row && kv.type == KvType::F16) {
+            score_row_slots<KvType::F16, NR>(kv, t, rows, scores);
+        } else if (kv.is_row) {
+            score_row_slots<KvType::Q8_0, NR>(kv, t, rows, scores);
+        } else if (kv.type == KvType::F16) {
             score_f16<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
         } else if (kv.type == KvType::Q8_0) {
             score_q8<NR>(key_tile(kv, t), kv.head_dim, rows, scores);
@@ -230,26 +300,6 @@ EI_INLINE float soft_max(float* scores, int n, const float* sink) {
     float of_sink[16];
     store_f32(of_sink, exp_f32(set_f32(*sink - most)));
     return 1.0f / (sum_lanes(sum) + of_sink[0]);
-}
-
-// 16 numbers of the value in a slot, from number d on; values: those of the slot's segment.
-template <KvType TYPE>
-EI_INLINE F32 load_value(const KvHead& kv, const uint8_t* values, int slot, int d) {
-    const size_t at = static_cast<size_t>(slot % kSegment);
-    if constexpr (TYPE == KvType::F16) {
-        return load_f16(values + at * kv.value_bytes + 2 * static_cast<size_t>(d));
-    } else if constexpr (TYPE == KvType::K6V4) {
-        const bool is_high = d % 32 != 0;
-        const float scale = bf16_at(values + 2 * at);
-        const uint8_t* bytes = values + kv.scales_bytes + at * kv.value_bytes + d / 32 * 16;
-        const F32 code = to_f32(and_i32(load_u8_as_i32(bytes), set_i32(is_high ? 0xf0 : 0x0f)));   // high: 16 times it
-        return fma_f32(code, set_f32(is_high ? scale : 16.0f * scale), set_f32(-120.0f * scale));  // exact
-    } else {
-        float scale;
-        std::memcpy(&scale, values + (at * static_cast<size_t>(kv.head_dim) + static_cast<size_t>(d)) / 32 * 4, 4);
-        const uint8_t* codes = values + kv.scales_bytes + at * kv.value_bytes + d;
-        return mul_f32(to_f32(load_i8_as_i32(codes)), set_f32(scale));
-    }
 }
 
 // sum += weight * value over n slots of one segment, in order, for NB pieces of the value from number d on.
@@ -406,7 +456,7 @@ void attention(const Attention& a) {
         const int from = row.first > row.n_past ? row.first - row.n_past : 0;
         for_pieces(a.kv, [&]<KvType TYPE, int NB>(int d) { weigh_path<TYPE, NB>(a.kv, row, from, d); });
         for (int d = 0; d < a.kv.ld_v; d += 16) {
-            store_rows(row.out + d, mul_f32(load_f32(row.sum + d), set_f32(scale[r])), a.kv.head_dim - d);
+            store_rows(row.out + d, mul_f32(load_f32(row.sum + d), set_f32(scale[r])), a.kv.n_value - d);
         }
     }
 }

@@ -853,9 +853,9 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,    kGroupsAtOnce, kStreamsAtOnce,  matmul,        quantize32,   quantize256,
-                         quantize_token, rms_norm,      swiglu,          geglu,         relu2_glu,    clamped_swiglu,
-                         add_scaled,     silu,          blend,           scale_and_cap, softmax,      sigmoid,
-                         sqrt_softplus,  weighted_sum,  store_key_value, attention,     convolve,     dot_product,
-                         unit_length,    decays,        delta_read,      delta_update,  delta_values, read,
-                         multiply_adds};
+const Kernels KERNELS = {EI_ISA_NAME,    kGroupsAtOnce, kStreamsAtOnce, matmul,          quantize32,   quantize256,
+                         quantize_token, rms_norm,      swiglu,         geglu,           relu2_glu,    clamped_swiglu,
+                         add_scaled,     silu,          blend,          scale_and_cap,   softmax,      sigmoid,
+                         sqrt_softplus,  softplus,      weighted_sum,   store_key_value, attention,    convolve,
+                         dot_product,    unit_length,   decays,         delta_read,      delta_update, delta_values,
+                         read,           multiply_adds};

@@ -14,7 +14,7 @@
 // One query head of one token. Slots 0..n_past-1 hold the positions before it in order; path names the slots of those
 // that follow, ascending; null for none. Positions before first are not seen.
 struct AttentionRow {
-    const float* q;  // (head_dim,), already scaled
+    const float* q;  // (head_dim,), already scaled; of rows that are both a multiple of 16
     const int8_t*
         codes;  // of keys of Q8_0 the same in blocks of 32, of K6V4 H q in one: codes, scales, sums of the codes
     const float* scales;
@@ -26,7 +26,7 @@ struct AttentionRow {
     const float* sink;  // one more score, that has no value; null for none
     float* scores;      // scratch, 16 more than the number of slots
     float* sum;         // scratch, head_dim rounded up to 16
-    float* out;         // (head_dim,)
+    float* out;         // (n_value,)
 };
 
 constexpr int kTaskRows = 12;
@@ -82,13 +82,15 @@ struct Kernels {
     void (*blend)(const float* z, const float* a, const float* b, int n, float* out);
     // x = soft_cap(scale * x), cap * tanh(x / cap) or no cap where it is 0 (Bello et al., arXiv:1611.09940).
     void (*scale_and_cap)(float* x, int n, float scale, float cap);
-    // What routers make of their n products: softmax(x), 1 / (1 + e^-x), sqrt(ln(1 + e^x)). Arrays padded to 16.
+    // What routers make of their n products: softmax(x), 1 / (1 + e^-x), sqrt(ln(1 + e^x)); and what gates do, ln(1 + e^x).
+    // Arrays padded to 16.
     void (*softmax)(float* x, int n);
     void (*sigmoid)(float* x, int n);
     void (*sqrt_softplus)(float* x, int n);
+    void (*softplus)(float* x, int n);
     // out = the sum of weights[i] rows[i] over k rows, added in their order by FMA. Arrays padded to 16.
     void (*weighted_sum)(const float* const* rows, const float* weights, int k, int n, float* out);
-    // Writes a key and a value (head_dim,) into a slot.
+    // Writes a key and a value (head_dim,) into a slot; of rows that are both, the key.
     void (*store_key_value)(const KvHead& kv, int slot, const float* key, const float* value);
     // out = softmax(q keys) values for each row (Vaswani et al., arXiv:1706.03762); a sink takes its share of the softmax
     // (Xiao et al., arXiv:2309.17453).

@@ -16,6 +16,8 @@
 //                 number: (16 code - 120) * scale
 //         Both are Hadamard transformed, and keys are without the bias of the model, see attention_block.cpp.
 // With a slot a lane, the scores of 16 slots need no sum across a vector.
+//
+// Rows that are keys, and values with their first numbers, lie as values do, and there are no keys; not as K6V4.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +30,9 @@ constexpr int kSegment = 128;  // slots
 // Where the kernels find the slots of one layer and kv head.
 struct KvHead {
     KvType type;
-    int head_dim, ld_v;       // ld_v: numbers of a value with padding
+    int head_dim;             // numbers of a key
+    int n_value, ld_v;        // numbers of a value, without and with padding
+    bool is_row;              // whether a value is the first numbers of its key
     uint8_t* base;            // of this layer and head in segment 0
     const int32_t* segments;  // by slot / kSegment
     size_t segment_bytes;

@@ -33,6 +33,10 @@ void sqrt_softplus(float* x, int n) {
     for (int i = 0; i < n; i++) x[i] = __builtin_sqrtf(x[i]);
 }
 
+void softplus(float* x, int n) {
+    for (int i = 0; i < n; i += 16) store_f32(x + i, softplus(load_f32(x + i)));
+}
+
 void weighted_sum(const float* const* rows, const float* weights, int k, int n, float* out) {
     for (int i = 0; i < n; i += 16) {
         F32 sum = set_f32(0.0f);

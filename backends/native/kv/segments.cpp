@@ -12,12 +12,14 @@ KvHead head_layout(const KvShape& shape) {
     KvHead head{};
     head.type = shape.type;
     head.head_dim = shape.head_dim;
-    head.ld_v = static_cast<int>(round_up(dim, 16));
+    head.is_row = shape.n_value > 0;
+    head.n_value = head.is_row ? shape.n_value : shape.head_dim;
+    head.ld_v = static_cast<int>(round_up(static_cast<size_t>(head.n_value), 16));
     size_t key_scales_bytes = 0;  // after all tiles
     switch (shape.type) {
         case KvType::F16:
             head.tile_bytes = dim * 16 * 2;
-            head.value_bytes = static_cast<size_t>(head.ld_v) * 2;
+            head.value_bytes = round_up(dim, 16) * 2;
             break;
         case KvType::Q8_0:
             head.tile_bytes = dim / 32 * 64 + dim * 16;
@@ -30,6 +32,7 @@ KvHead head_layout(const KvShape& shape) {
             head.value_bytes = dim / 2;
             head.scales_bytes = kSegment * sizeof(uint16_t);
     }
+    if (head.is_row) head.tile_bytes = 0;
     head.key_scales_at = kSegment / 16 * head.tile_bytes;
     head.values_at = head.key_scales_at + key_scales_bytes;
     return head;
@@ -126,7 +129,7 @@ void KvSegments::copy_slot(const int32_t* table, int from, int to) {
     for (int layer = 0; layer < shape_.n_layers; layer++) {
         for (int i = 0; i < shape_.n_kv_heads; i++) {
             const KvHead h = head(table, layer, i);
-            copy_key(h, from, to);
+            if (!h.is_row) copy_key(h, from, to);
             copy_value(h, from, to);
         }
     }

@@ -10,9 +10,11 @@
 
 constexpr int segments_of(int n_slots) { return n_slots / kSegment + (n_slots % kSegment != 0); }
 
+// n_value: 0 for values beside the keys; else a value is the first n_value numbers of its key, which is kept once.
 struct KvShape {
     KvType type;
     int n_layers, n_kv_heads, head_dim;
+    int n_value = 0;
 
     size_t segment_bytes() const;
 };

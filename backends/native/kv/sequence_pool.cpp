@@ -31,7 +31,7 @@ struct Alike {
     int n_layers() const { return static_cast<int>(layers.size()); }
     const KvSizes* kv() const { return std::get_if<KvSizes>(&layer); }
     const RecurrentSizes& recurrent() const { return std::get<RecurrentSizes>(layer); }
-    KvShape shape(KvType type) const { return {type, n_layers(), kv()->n_kv_heads, kv()->head_dim}; }
+    KvShape shape(KvType type) const { return {type, n_layers(), kv()->n_kv_heads, kv()->head_dim, kv()->n_value}; }
     int64_t n_segments(const PoolSizes& sizes) const {
         return kv()->window ? segments_of_windows(sizes, kv()->window) : segments_of(sizes.n_positions);
     }

@@ -13,9 +13,10 @@
 #include "kv/kv_state.h"
 #include "kv/recurrent_state.h"
 
-// Keys and values. window: positions that a token sees, its own among them; 0 for all.
+// Keys and values. window: positions that a token sees, its own among them; 0 for all. n_value: see KvShape.
 struct KvSizes {
     int n_kv_heads, head_dim, window;
+    int n_value = 0;
 
     bool operator==(const KvSizes&) const = default;
 };

@@ -132,6 +132,9 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     y = x;
     kernels.sqrt_softplus(y.data(), 1024);
     report(kernels, "sqrt_softplus", y);
+    y = x;
+    kernels.softplus(y.data(), 1024);
+    report(kernels, "softplus", y);
     const float* rows[] = {x.data(), y.data(), w.data()};
     kernels.weighted_sum(rows, w.data(), 3, 1024, out.data());
     report(kernels, "weighted_sum", out);
@@ -227,7 +230,7 @@ public:
         if (second == SecondLayer::Experts) config_.layers[1].ffn = experts_of(format);
         if (second == SecondLayer::DeltaNet) config_.layers[1].mixer = DeltaNetConfig{2, 6, 48, 4, true, false};
         if (second == SecondLayer::ShortConv) config_.layers[1].mixer = ShortConvConfig{256, 3};
-        if (second == SecondLayer::DeltaNet) std::get<AttentionConfig>(config_.layers[0].mixer).gated = true;
+        if (second == SecondLayer::DeltaNet) std::get<AttentionConfig>(config_.layers[0].mixer).gate = OutputGate::InQ;
         for (int layer = 0; layer < config_.n_layers(); layer++) add_layer(layer);
         if (format == Format::Q4_0) {
             front_.kind = FrontKind::GatedFusion;
