@@ -91,6 +91,10 @@ def _no_recurrence(reader: Reader, layer: int) -> Mixer | None:
     return None
 
 
+def _none_unused(reader: Reader) -> Set[str]:
+    return frozenset()
+
+
 def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
     """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
     layers = enumerate(spec.layers)
@@ -147,6 +151,10 @@ class Architecture:
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
     # the mixer of a layer (its index) that has another one than Attention; None where it has Attention
     recurrence: Callable[[Reader, int], Mixer | None] = _no_recurrence
+    # all layers, where their sizes are not those of one common layer; None for those
+    layers: Callable[[Reader], tuple[Layer, ...]] | None = None
+    # tensors that some files have, and no layer reads
+    unused: Callable[[Reader], Set[str]] = _none_unused
     refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged  # the spec with what the other keys say
 
     def read(self, file: ModelFile) -> ModelSpec:
@@ -197,7 +205,7 @@ class Reader(KeyReader):
         if scaled:
             frequencies, magnitude = self._scaled(frequencies, base)
             magnitude *= self.number("rope.scaling.attn_factor", 0.0, 1e6, default=1.0)
-        return self._with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
+        return self.with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
 
     def windows(
         self, spec: ModelSpec, window: int, period: int, full: RopeSpec | None, local: RopeSpec | None
@@ -206,7 +214,7 @@ class Reader(KeyReader):
 
         Which layers those are the file says, else the period.
         """
-        has_window = self._windowed(period)
+        has_window = self.windowed(period)
         return each_mixer(
             spec,
             lambda layer, mixer: (
@@ -214,7 +222,7 @@ class Reader(KeyReader):
             ),
         )
 
-    def _windowed(self, period: int) -> list[bool]:
+    def windowed(self, period: int) -> list[bool]:
         """Whether each layer sees a window only: as the file says, or by this period.
 
         The file's pattern is true or false for each layer, or a period; of each period the last layer sees everything.
@@ -255,7 +263,7 @@ class Reader(KeyReader):
             output_norm="output_norm.weight",
             output=self._output(),
             n_logits=self._n_logits(n_vocab),
-            layers=self._layers(n_embd),
+            layers=self._layers(n_embd) if self.architecture.layers is None else self.architecture.layers(self),
         )
 
     def _n_embd(self) -> int:
@@ -418,7 +426,7 @@ class Reader(KeyReader):
         """Raises UnsupportedModel unless the file has the expected tensors, and none beside them and `others`."""
         architecture = self.architecture.name
         self._check_shapes(expected)
-        others = others | self.architecture.rope_factors | self._skipped_tensors()
+        others = others | self.architecture.rope_factors | self._skipped_tensors() | self.architecture.unused(self)
         unknown = sorted(self.file.tensors.keys() - expected.keys() - others)
         if unknown:
             # A tensor that is not read would silently change the text.
@@ -465,7 +473,7 @@ class Reader(KeyReader):
         if value != 1.0 and not math.isclose(value, magnitude, rel_tol=1e-4):
             self.refuse(key, f"must be 1 or YaRN's own {magnitude:.6g}, others are not supported: found {value!r:.80}")
 
-    def _with_factors(self, plain: RopeSpec) -> RopeSpec:
+    def with_factors(self, plain: RopeSpec) -> RopeSpec:
         """The frequencies divided by the factors in the file's tensors."""
         possible = self.architecture.rope_factors & self.file.tensors.keys()
         if not possible:
