@@ -9,9 +9,10 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
       query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),
       q_(weights.matrix(name + ".q", config_.n_q_rows(), config_.n_in)),
-      k_(weights.matrix(name + ".k", config_.n_kv(), config_.n_in)),
-      v_(weights.matrix(name + ".v", config_.n_kv(), config_.n_in)),
+      k_(config_.has_keys() ? weights.matrix(name + ".k", config_.n_kv(), config_.n_in) : Matrix()),
+      v_(config_.has_values() ? weights.matrix(name + ".v", config_.n_kv(), config_.n_in) : Matrix()),
       output_(weights.matrix(name + ".output", config.n_embd, config_.n_q())),
+      ones_(config_.normed_values ? padded(config_.head_dim) : 0, 1.0f),
       norm_(weights.vector(name + ".norm", config.n_embd)),
       post_norm_(weights.vector(name + ".post_norm", config.n_embd)),
       sub_norm_(weights.vector(name + ".sub_norm", config_.n_q())),
@@ -26,13 +27,15 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
     if (config_.qk_norm == QKNorm::None) return;
     const bool is_whole = config_.qk_norm == QKNorm::Whole;
     q_norm_ = weights.required_vector(name + ".q_norm", is_whole ? config_.n_q() : config_.head_dim);
-    k_norm_ = weights.required_vector(name + ".k_norm", is_whole ? config_.n_kv() : config_.head_dim);
+    if (config_.has_keys())
+        k_norm_ = weights.required_vector(name + ".k_norm", is_whole ? config_.n_kv() : config_.head_dim);
 }
 
 void AttentionBlock::run(const Pass& pass, int thread, const float* attended) const {
     const Activations& b = pass.b;
-    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, &k_, &v_})
-                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, &k_, &v_});
+    const Matrix *k = config_.has_keys() ? &k_ : &q_, *v = config_.has_values() ? &v_ : &q_;
+    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, k, v})
+                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, k, v});
     project_qkv(pass, thread, inputs);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread);
     rotate_and_store(pass, thread);
@@ -43,18 +46,20 @@ void AttentionBlock::run(const Pass& pass, int thread, const float* attended) co
 void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inputs) const {
     const Activations& b = pass.b;
     const int n = pass.n, n_threads = pass.pool.size(), together = pass.kernels.at_once(n);
-    const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
+    const Matrix &of_k = config_.has_keys() ? k_ : q_, &of_v = config_.has_values() ? v_ : q_;
+    const Tasks q(q_, n, n_threads, together), k(of_k, n, n_threads, together), v(of_v, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
         const int first = tasks.first(task), last = tasks.last(task);
         pass.product(thread, m, inputs, n, first, last, tasks.next_data(m, task), y, ldy);
         add_bias(m, bias, n, first, last, y, ldy);
     };
-    pass.for_tasks(thread, q.count() + k.count() + v.count(), [&](int task) {
+    const int n_keys = config_.has_keys() ? k.count() : 0, n_values = config_.has_values() ? v.count() : 0;
+    pass.for_tasks(thread, q.count() + n_keys + n_values, [&](int task) {
         if (task < q.count() && config_.gated) return project(q_, q_bias_, q, task, b.gated_q, 2 * b.ld_q);
         if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
         task -= q.count();
-        if (task < k.count()) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
-        project(v_, v_bias_, v, task - k.count(), b.v, b.ld_kv);
+        if (task < n_keys) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
+        project(v_, v_bias_, v, task - n_keys, b.v, b.ld_kv);
     });
 }
 
@@ -102,7 +107,7 @@ void rotate(float* x, const float* cosine, const float* sine, size_t n_pairs, bo
 
 }  // namespace
 
-// The queries and the key of one kv head of token c.
+// The queries and the key of one kv head of token c; k: null for a layer without.
 void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) const {
     const Activations::Angles& angles = pass.b.angles[static_cast<size_t>(config_.rope)];
     const size_t at = static_cast<size_t>(c) * angles.n_pairs;
@@ -110,7 +115,7 @@ void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) c
         rotate(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
     };
     for (int i = 0; i < config_.n_heads / config_.n_kv_heads; i++) turn(q + i * config_.head_dim);
-    turn(k);
+    if (k) turn(k);
 }
 
 // Positions into queries and keys, keys and values into the states of the sequences.
@@ -121,21 +126,24 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
         const int c = item / config_.n_kv_heads, kv_head = item % config_.n_kv_heads;
         const size_t token = static_cast<size_t>(c);
         float* q = b.q + token * b.ld_q + kv_head * of_group * dim;
-        float* k = b.k + token * b.ld_kv + kv_head * dim;
+        float* k = config_.has_keys() ? b.k + token * b.ld_kv + kv_head * dim : nullptr;
+        float* v = b.v + token * b.ld_kv + kv_head * dim;
+        if (k && config_.keys_are_values) std::copy(k, k + dim, v);
+        if (k && config_.normed_values) norm_heads(pass, thread, ones_.data(), v, 1);
         for (int i = 0; config_.gated && i < of_group; i++) {
             const float* both = gated_query(pass, c, kv_head * of_group + i);
             std::copy(both, both + dim, q + i * dim);
         }
         if (config_.qk_norm == QKNorm::PerHead) {
             norm_heads(pass, thread, q_norm_, q, of_group);
-            norm_heads(pass, thread, k_norm_, k, 1);
+            if (k) norm_heads(pass, thread, k_norm_, k, 1);
         }
-        const bool has_bias = config_.key_bias && pass.sequence_of(c).rows.state->sizes().type != KvType::K6V4;
+        const bool has_bias = k && config_.key_bias && pass.sequence_of(c).rows.state->sizes().type != KvType::K6V4;
         for (int d = 0; has_bias && d < dim; d++) k[d] += k_bias_[kv_head * dim + d];
         if (config_.rope >= 0) rotate_heads(pass, c, q, k);
         const float scale = query_scales_.at(b.position[c]);
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        store(pass, c, kv_head, k, b.v + token * b.ld_kv + kv_head * dim);
+        if (k) store(pass, c, kv_head, k, v);
     });
 }
 

@@ -18,6 +18,8 @@ from edgeinfer.models import (
     FeedForward,
     GatedDeltaNet,
     Layer,
+    LayerEnd,
+    LayerInputs,
     Mixer,
     ModelSpec,
     RopeSpec,
@@ -25,6 +27,7 @@ from edgeinfer.models import (
     attention_of,
 )
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec, ProjectedInput
+from edgeinfer.models.spec import StateKind
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
 
@@ -32,7 +35,7 @@ SEGMENT = 128  # slots, kSegment of kv_head.h
 _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
-    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate"),
+    *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "normed_values", "kv_of"),
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
@@ -44,7 +47,12 @@ _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
     *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
     *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
-    *("shared_gate", "shared_up", "shared_down"),
+    *("shared_gate", "shared_up", "shared_down", "router_norm", "router_scale", "shared_norm"),
+    *("routed_post_norm", "shared_post_norm"),
+)
+_OF_LAYER_END = ("n_embd", "n_inputs", "gate", "projection", "post_norm", "scale", "activation")
+_OF_LAYER_INPUTS = (
+    *("n_embd", "n_layers", "n_inputs", "n_vocab", "table", "projection", "norm", "projection_scale", "table_scale"),
 )
 BLOCKS: dict[type, Sequence[str]] = {
     Attention: _OF_ATTENTION,
@@ -52,8 +60,11 @@ BLOCKS: dict[type, Sequence[str]] = {
     ShortConv: _OF_SHORT_CONV,
     Dense: _OF_DENSE,
     Experts: _OF_EXPERTS,
+    LayerEnd: _OF_LAYER_END,
+    LayerInputs: _OF_LAYER_INPUTS,
 }
-_LANES = 16  # numbers that recurrent layers compute together: heads and channels are whole multiples
+# numbers that are computed together: heads and channels of recurrent layers, and inputs of layers, are whole multiples
+_LANES = 16
 # Those of the parts of heads around their decoder.
 PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
@@ -80,10 +91,12 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.residual_scale = spec.residual_scale
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
+    if (inputs := spec.layer_inputs) is not None:
+        config.set_layer_inputs(inputs.n_inputs, inputs.projection_scale, inputs.table_scale)
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn))
+        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn), _end(layer.end))
     return config
 
 
@@ -124,7 +137,7 @@ def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: 
 
 
 def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
+    layers = _with_own_state(spec, "window_kv")
     whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
 
     def n_bytes(of: tuple[Layer, ...]) -> int:
@@ -135,8 +148,14 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
     return windows if windows < others else 0
 
 
+def _with_own_state(spec: ModelSpec, kind: StateKind) -> tuple[Layer, ...]:
+    """The layers that keep a state of that kind, without those that read the keys and values of others."""
+    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.kv_of is None)
+    return tuple(layer for layer in own if layer.mixer.state_kind == kind)
+
+
 def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "recurrent")
+    layers = _with_own_state(spec, "recurrent")
     config = decoder_config(replace(spec, layers=layers), settings.n_ctx, settings.n_batch)
     return _bytes_of(config, settings, n_positions) if layers else 0
 
@@ -164,13 +183,15 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
 
 
 def check_recurrences(spec: ModelSpec, path: object) -> None:
-    """Raises UnsupportedModel for recurrent layers of sizes that no kernel has."""
+    """Raises UnsupportedModel for recurrent layers, and for inputs of layers, of sizes that no kernel has."""
     for name, block in spec.blocks():
         sizes: dict[str, int] = {}
         if isinstance(block, GatedDeltaNet):
             sizes = {"heads": block.head_dim}
         elif isinstance(block, ShortConv):
             sizes = {"rows": block.n_embd}
+        elif isinstance(block, LayerInputs):
+            sizes = {"inputs": block.n_inputs}
         for what, n in sizes.items():
             if n % _LANES:
                 raise UnsupportedModel(
@@ -214,7 +235,17 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         qk_norm=_core.QKNorm[block.qk_norm if block.q_norm and block.qk_norm else "none"],
         key_bias=block.separate_key_bias is not None,
         gated=block.output_gate is not None,
+        normed_values=block.normed_values,
+        keys_are_values=block.kv_of is None and not block.has_own_values,
+        kv_of=-1 if block.kv_of is None else block.kv_of,
     )
+
+
+def _end(block: LayerEnd | None) -> _core.LayerEndConfig | None:
+    if block is None:
+        return None
+    n_inputs = 0 if block.gate is None else block.n_inputs
+    return _core.LayerEndConfig(n_inputs=n_inputs, activation=_core.Activation[block.activation])
 
 
 def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
@@ -233,6 +264,8 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         n_used_groups=block.n_used_groups,
         activation=_core.Activation[block.activation],
         n_ff_shared=block.n_ff_shared,
+        router_scale=block.router_scale,
+        own_inputs=block.router_norm is not None,
     )
 
 

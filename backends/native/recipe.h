@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -41,11 +42,16 @@ struct AttentionConfig {
     QKNorm qk_norm = QKNorm::None;
     bool key_bias = false;  // one that no norm follows, so that keys can be held without it
     bool gated = false;     // q has for each head a query and a gate of what the head gives
+    bool normed_values = false;
+    bool keys_are_values = false;  // values are the products of keys, before their norm
+    int kv_of = -1;                // the layer whose keys and values it reads; -1 for its own
 
     int n_q_rows() const { return (gated ? 2 : 1) * n_q(); }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
-    KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
+    bool has_keys() const { return kv_of < 0; }
+    bool has_values() const { return has_keys() && !keys_are_values; }
+    KvSizes state_sizes() const { return {n_kv_heads, head_dim, window, kv_of}; }
 };
 
 // A gated delta net. modulo: value head h reads key head h % n_key_heads, else h / (n_value_heads / n_key_heads).
@@ -88,6 +94,20 @@ struct ExpertsConfig {
     int n_groups = 1, n_used_groups = 1;
     Activation activation = Activation::Silu;
     int n_ff_shared = 0;
+    float router_scale = 1;
+    bool own_inputs = false;  // the router and the shared network read x with norms of their own
+};
+
+// What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.
+struct LayerEndConfig {
+    int n_inputs = 0;
+    Activation activation = Activation::GeluTanh;
+};
+
+// What layers have of their own for each token: n_inputs numbers each, 0 for none.
+struct LayerInputsConfig {
+    int n_inputs = 0;
+    float projection_scale = 1, table_scale = 1;
 };
 
 using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig>;
@@ -95,6 +115,7 @@ using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfi
 struct LayerConfig {
     MixerConfig mixer;
     std::variant<DenseConfig, ExpertsConfig> ffn;
+    std::optional<LayerEndConfig> end = std::nullopt;
 
     LayerSizes state_sizes() const {
         return std::visit([](const auto& block) -> LayerSizes { return block.state_sizes(); }, mixer);
@@ -143,6 +164,7 @@ struct DecoderConfig {
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
     InputSizes inputs = {};
+    LayerInputsConfig layer_inputs = {};
 
     int n_layers() const { return static_cast<int>(layers.size()); }
 
@@ -174,6 +196,7 @@ struct DecoderConfig {
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;
     }
+    int n_layer_inputs() const { return n_layers() * layer_inputs.n_inputs; }
     bool has_experts() const {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
     }

@@ -71,6 +71,7 @@ def write_tiny_gemma4(
     n_vocab: int = 291,
     n_ctx_train: int = 512,
     n_shared: int | None = None,
+    n_inputs: int | None = None,
     types: Mapping[str, str] | None = None,
     fused: bool = True,
     vocabulary: object = None,
@@ -80,7 +81,8 @@ def write_tiny_gemma4(
     """Write a model and give back its path. What is not said here is as in tiny_models.write_tiny_model.
 
     windowed: of each layer.  head_dim: of layers with a window, and without.  n_shared: layers that read keys of
-    others, 3 in "small".  fused: gate and up of experts are one tensor.
+    others, 3 in "small".  n_inputs: numbers
+    that each layer has of its own in "small".  fused: gate and up of experts are one tensor.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
     n_layers, is_small = len(windowed), variant == "small"
@@ -92,7 +94,7 @@ def write_tiny_gemma4(
         n_kv_heads=(2, 2 if is_small else 1),
         n_ff=tuple(n_ff * (1 + (layer >= n_layers - n_shared)) for layer in range(n_layers)),
         n_vocab=n_vocab,
-        n_inputs=(256 if is_wide else 32) if is_small else 0,
+        n_inputs=(n_inputs or (256 if is_wide else 32)) if is_small else 0,
         has_experts=variant == "experts",
         keys_are_values=not is_small,
     )

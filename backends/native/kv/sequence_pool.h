@@ -13,9 +13,11 @@
 #include "kv/kv_state.h"
 #include "kv/recurrent_state.h"
 
-// Keys and values. window: positions that a token sees, its own among them; 0 for all.
+// Keys and values. window: positions that a token sees, its own among them; 0 for all. of: the layer before it whose keys
+// and values it reads, of which it keeps nothing itself; -1 for its own.
 struct KvSizes {
     int n_kv_heads, head_dim, window;
+    int of = -1;
 
     bool operator==(const KvSizes&) const = default;
 };
