@@ -205,7 +205,6 @@ def _unused(reader: Reader) -> Set[str]:
 ARCHITECTURE = Architecture(
     name="gemma4",
     rope_kind="halves",
-    output="tied",
     rope_factors=ROPE_FREQS,
     fixed={"rope.scaling.type": ("none", "linear"), "rope.scaling.factor": (1.0,), "rope.scaling.attn_factor": (1.0,)},
     unsupported_keys={"attn_logit_softcapping": "Gemma 4 has no cap on its scores"},
