@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from parts import missing
+from tiny_gemma4 import GEMMA4_VARIANTS, Gemma4Variant, write_tiny_gemma4
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
 
 from edgeinfer.backends.onnx.decoder import check_spec as check_onnx
@@ -44,6 +45,15 @@ def test_gates_on_attention_are_refused_by_name(backend: str, tmp_path: Path) ->
     path = write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", kinds=["attention", "attention"])
     with ModelFile.open(path) as file:
         with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer has output_gate, which the "):
+            CHECKS[backend](file, read_spec(file))
+
+
+@pytest.mark.parametrize("backend", CHECKS)
+@pytest.mark.parametrize("variant", GEMMA4_VARIANTS)
+def test_gemma_4_is_refused_by_name(backend: str, variant: Gemma4Variant, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_gemma4(tmp_path / "m.gguf", variant)) as file:
+        names = r"layers\.0\.mixer has normed_values|layer_inputs is a block LayerInputs|layers\.0\.ffn is a block"
+        with pytest.raises(UnsupportedModel, match=rf"m\.gguf: ({names}), which the "):
             CHECKS[backend](file, read_spec(file))
 
 

@@ -201,7 +201,9 @@ def gemma4(config: dict[str, Any]) -> Shapes:
                 **norms("post_per_layer_input_norm"),
             }
         if config.get("enable_moe_block"):
-            found |= norms("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+            found |= norms(
+                "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
+            )
             found |= router("router.proj") | {"router.scale": (N_EMBD,), "router.per_expert_scale": (N_EXPERTS,)}
             found["experts.gate_up_proj"] = (N_EXPERTS, 2 * N_FF_EXPERT, N_EMBD)
             found["experts.down_proj"] = (N_EXPERTS, N_EMBD, N_FF_EXPERT)
@@ -209,7 +211,7 @@ def gemma4(config: dict[str, Any]) -> Shapes:
 
     found = {name.replace("model.", front, 1): shape for name, shape in model(config, layer).items()}
     if n_inputs:
-        found[f"{front}embed_tokens_per_layer.weight"] = (N_VOCAB, n_layers * n_inputs)
+        found[f"{front}embed_tokens_per_layer.weight"] = (config["vocab_size_per_layer_input"], n_layers * n_inputs)
         found[f"{front}per_layer_model_projection.weight"] = (n_layers * n_inputs, N_EMBD)
         found[f"{front}per_layer_projection_norm.weight"] = (n_inputs,)
     return found
