@@ -53,6 +53,8 @@ from edgeinfer.models import (
     GatedDeltaNet,
     LatentAttention,
     Layer,
+    LayerEnd,
+    LayerInputs,
     Mixer,
     ModelSpec,
     ShortConv,
@@ -112,6 +114,12 @@ _NETWORKS: dict[type, Sequence[str]] = {
         *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
         *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
         *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
+        *("router_norm", "router_scale", "shared_norm", "routed_post_norm", "shared_post_norm"),
+    ),
+    LayerEnd: ("n_embd", "n_inputs", "gate", "projection", "post_norm", "scale", "activation"),
+    LayerInputs: (
+        *("n_embd", "n_layers", "n_inputs", "n_vocab", "table", "projection", "norm", "projection_scale"),
+        "table_scale",
     ),
 }
 
@@ -155,6 +163,7 @@ class ReferenceBackend:
         n_activations = n_batch * 2 * spec.n_embd
         n_activations += n_batch * max((layer.mixer.n_activations for layer in spec.layers), default=0)
         n_activations += n_batch * max((layer.ffn.n_activations for layer in spec.layers), default=0)
+        n_activations += 0 if spec.layer_inputs is None else n_batch * spec.layer_inputs.n_activations
         n_cache = sum(_state_bytes(layer.mixer, settings.n_ctx, settings.cache_type) for layer in spec.layers)
         use = MemoryUse(4 * n_weights, n_cache, 4 * n_activations, experts=4 * n_of_experts)
         return MemoryPlan(settings, use)
@@ -216,10 +225,12 @@ class ReferenceDecoder(OfOneProcess):
         rows: NDArray[np.int32],
         taps: tuple[int, ...],
         inputs: Floats | None = None,
+        of_layers: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         """Logits (m, n_logits) of some rows of x (n, n_embd), and what is tapped, (n_taps, n, n_embd).
 
         links: (n_pending + n,), parents of the rows that are pending and of these after them.  inputs: see LayerRows.
+        of_layers: (n_layers, n, n_inputs), see LayerInputs.
         """
         spec = self.decoder
         paths = visible_slots(links, sequence.n_past)[len(links) - len(x) :]
@@ -227,6 +238,8 @@ class ReferenceDecoder(OfOneProcess):
         for index, layer in enumerate(spec.layers):
             x = x + scale(self.mixed(layer.mixer, x, sequence.rows(index, paths, inputs)), spec.residual_scale)
             x = x + scale(self._network(layer, x), spec.residual_scale)
+            if layer.end is not None:
+                x = self._ended(layer.end, x, None if of_layers is None else of_layers[index])
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now
@@ -242,8 +255,17 @@ class ReferenceDecoder(OfOneProcess):
         """What a feed-forward network adds, (n, n_embd)."""
         block = layer.ffn
         if isinstance(block, Experts):
-            return self.norm(block.post_norm, expert_rows(block, self, self.norm(block.norm, x)))
+            return self.norm(block.post_norm, expert_rows(block, self, x))
         return self._dense(dense_of(layer), x)
+
+    def _ended(self, block: LayerEnd, x: Floats, inputs: Floats | None) -> Floats:
+        """See LayerEnd. x: (n, n_embd), inputs: (n, n_inputs)."""
+        if block.gate is not None and block.projection is not None:
+            assert inputs is not None  # of whole models
+            h = gated(block.activation, self.linear(block.gate, None, x), inputs)
+            y = self.norm(block.post_norm, self.linear(block.projection, None, h))
+            x = x + scale(y, self.decoder.residual_scale)
+        return x if block.scale is None else x * self.values_of(block.scale)
 
     def _dense(self, block: Dense, x: Floats) -> Floats:
         h = self.norm(block.norm, x)
@@ -316,6 +338,17 @@ class ReferenceModel(ReferenceDecoder, Model):
         x = scale(self.weights_of(self.decoder.token_embd).values[ids], self.decoder.embedding_scale)
         return rms_norm(x, np.ones_like(x[0]), self.decoder.norm_epsilon) if self.decoder.embedding_norm else x
 
+    def of_layers(self, ids: NDArray[np.int32], x: Floats) -> Floats | None:
+        """What each layer has of its own, (n_layers, n, n_inputs), None without; x: (n, n_embd), see LayerInputs."""
+        block = self.decoder.layer_inputs
+        if block is None:
+            return None
+        shape = len(ids), block.n_layers, block.n_inputs
+        products = scale(self.linear(block.projection, None, x), block.projection_scale).reshape(shape)
+        rows = scale(self.weights_of(block.table).values[ids], block.table_scale).reshape(shape)
+        both = (self.norm(block.norm, products) + rows) * np.float32(math.sqrt(0.5))
+        return np.ascontiguousarray(both.transpose(1, 0, 2))
+
 
 class SequenceState(OfOneProcess):
     """The state of a sequence in every layer, by slot: those of the last forward lie after the committed ones."""
@@ -375,7 +408,9 @@ class SequenceState(OfOneProcess):
 
     def rows(self, layer: int, paths: Sequence[NDArray[np.intp]], inputs: Floats | None) -> LayerRows:
         """The rows of a pass in a layer; see LayerRows."""
-        return LayerRows(self._states[layer], paths, self.n_ctx, self.cache_type, inputs)
+        mixer = self._decoder.decoder.layers[layer].mixer
+        of = layer if not isinstance(mixer, Attention) or mixer.kv_of is None else mixer.kv_of
+        return LayerRows(self._states[of], paths, self.n_ctx, self.cache_type, inputs)
 
     def _held(self) -> Iterator[NDArray[np.floating]]:
         for states in self._states:
@@ -416,7 +451,9 @@ class ReferenceSession(SequenceState, Session):
         taps = check_taps(hidden, self.spec.n_layers)
         self.model.begin()
         self._parents = np.empty(0, dtype=np.int32)
-        out, tapped = self.model.run_layers(self.model.embeddings(ids), self, links, rows, taps)
+        x = self.model.embeddings(ids)
+        of_layers = self.model.of_layers(ids, x)
+        out, tapped = self.model.run_layers(x, self, links, rows, taps, of_layers=of_layers)
         self._parents, self._tokens = links, ids
         return Output(out, tapped if taps else None)
 

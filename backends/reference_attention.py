@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends import reference_k6v4 as k6v4
 from edgeinfer.backends.query_scales import QueryScales
-from edgeinfer.backends.reference_math import Floats, attend, rotate, round_activations, sigmoid, softplus
+from edgeinfer.backends.reference_math import (
+    Floats,
+    attend,
+    rms_norm,
+    rotate,
+    round_activations,
+    sigmoid,
+    softplus,
+)
 from edgeinfer.common.settings import CacheType
 from edgeinfer.models import Attention, TensorRef
 
@@ -26,11 +34,13 @@ class ReferenceAttention:
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
         *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
         *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate"),
-        *("gate_function", "post_norm_epsilon"),
+        *("gate_function", "post_norm_epsilon", "normed_values", "kv_of"),
     )
 
     def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """See ReferenceMixer. k6v4 holds biases of keys apart, after each key."""
+        if block.kv_of is not None:
+            return []
         dtype = np.dtype(_CACHE_DTYPES[cache_type])
         n_key = block.head_dim * (2 if _separate_bias(block, cache_type) is not None else 1)
         return [((n_ctx, block.n_kv_heads, n), dtype) for n in (n_key, block.head_dim)]
@@ -78,7 +88,8 @@ def _attended(block: Attention, decoder: ReferenceDecoder, q: Floats, k: Floats,
     """Keys and values into the cache, and what the queries see there, (n, n_heads, head_dim)."""
     keys, values = at.state
     slots = [path[-1] for path in at.paths]
-    keys[slots], values[slots] = k, v
+    if block.kv_of is None:
+        keys[slots], values[slots] = k, v
     sinks = None if block.sinks is None else decoder.values_of(block.sinks)
     y = np.empty((len(q), block.n_heads, block.head_dim), dtype=np.float32)
     for i, path in enumerate(at.paths):
@@ -93,8 +104,7 @@ def _queries_keys_values(
 ) -> tuple[Floats, Floats, Floats, Floats | None]:
     """(n, heads, head_dim) each, with norms on queries and keys where the block has them; and the gates, if any."""
     q = decoder.linear(block.q, block.q_bias, h)
-    k = decoder.linear(block.k, key_bias, h)
-    v = decoder.linear(block.v, block.v_bias, h)
+    k, v = _keys_values(block, decoder, h, key_bias)
     gate = None
     if block.output_gate == "in_q":
         both = q.reshape(len(h), block.n_heads, 2, block.head_dim)
@@ -104,6 +114,20 @@ def _queries_keys_values(
     if block.qk_norm == "whole":
         q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
     q, k, v = (rows.reshape(len(h), -1, block.head_dim) for rows in (q, k, v))
+    if block.normed_values:
+        v = rms_norm(v, np.ones(block.head_dim, np.float32), decoder.decoder.norm_epsilon)
     if block.qk_norm == "per_head":
-        q, k = decoder.norm(block.q_norm, q), decoder.norm(block.k_norm, k)
+        q = decoder.norm(block.q_norm, q)
+        k = k if block.kv_of is not None else decoder.norm(block.k_norm, k)
     return q, k, v, gate
+
+
+def _keys_values(
+    block: Attention, decoder: ReferenceDecoder, h: Floats, key_bias: TensorRef | None
+) -> tuple[Floats, Floats]:
+    """(n, n_kv) each; of a layer that reads those of another one zeros, which are not stored."""
+    if block.kv_of is not None:
+        nothing = np.zeros((len(h), block.n_kv), np.float32)
+        return nothing, nothing
+    k = decoder.linear(block.k, key_bias, h)
+    return k, decoder.linear(block.v, block.v_bias, h) if block.has_own_values else k

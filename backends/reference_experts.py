@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.reference_math import Floats, gated, sigmoid
+from edgeinfer.backends.reference_math import Floats, gated, scale, sigmoid
 from edgeinfer.models import Experts, RouterFunction
 from edgeinfer.models.spec import ExpertsRef, TensorRef
 
@@ -23,6 +23,9 @@ class Products(Protocol):
 
     def expert_linear(self, matrix: ExpertsRef, expert: int, x: Floats) -> Floats:
         """The matrix of one expert times x: (n_in,) to (n_out,)."""
+
+    def norm(self, weight: TensorRef | None, x: Floats) -> Floats:
+        """RMS norm over the last axis; x itself where there is no weight."""
 
     def values_of(self, ref: ExpertsRef | TensorRef) -> Floats:
         """A tensor, or a part of one."""
@@ -61,13 +64,19 @@ def choose(block: Experts, z: Floats, selection_bias: Floats | None = None) -> C
     return Choice(experts, weights * np.float32(block.weight_scale))
 
 
-def expert_rows(block: Experts, products: Products, h: Floats) -> Floats:
-    """The sum over the chosen experts and the shared network of each row of h, (n, n_embd) to the same."""
-    z = products.linear(block.router, block.router_bias, h)
+def expert_rows(block: Experts, products: Products, x: Floats) -> Floats:
+    """The sum over the chosen experts and the shared network of each row of x, (n, n_embd) to the same."""
+    h = products.norm(block.norm, x)
+    routed = h if block.router_norm is None else products.norm(block.router_norm, x)
+    z = scale(products.linear(block.router, None, routed), block.router_scale)
+    z = z if block.router_bias is None else z + products.values_of(block.router_bias)
     bias = None if block.selection_bias is None else products.values_of(block.selection_bias)
     rows = [_row(block, products, choose(block, each, bias), row) for each, row in zip(z, h, strict=True)]
-    y = np.array(rows, dtype=np.float32).reshape(h.shape)
-    return y if block.shared_down is None else y + _shared(block, products, h)
+    y = products.norm(block.routed_post_norm, np.array(rows, dtype=np.float32).reshape(h.shape))
+    if block.shared_down is None:
+        return y
+    of_shared = h if block.shared_norm is None else products.norm(block.shared_norm, x)
+    return y + products.norm(block.shared_post_norm, _shared(block, products, of_shared))
 
 
 def _row(block: Experts, products: Products, choice: Choice, x: Floats) -> Floats:

@@ -100,6 +100,6 @@ def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, Me
         n -= 1
     keys_of = {f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "scores")}
     cut = {key: value[:n] for key, value in words.items() if key in keys_of and isinstance(value, list)}
-    rows_of = ("token_embd.weight", "output.weight")
+    rows_of = ("token_embd.weight", "output.weight", "per_layer_token_embd.weight")
     found = [rows.part(tensor, 0, n) if tensor.name in rows_of else tensor for tensor in tensors]
     return {**words, **cut}, found

@@ -96,6 +96,10 @@ def _no_recurrence(reader: Reader, layer: int) -> Mixer | None:
     return None
 
 
+def _none_unused(reader: Reader) -> Set[str]:
+    return frozenset()
+
+
 def each_mixer(spec: ModelSpec, change: Callable[[int, Attention], Attention]) -> ModelSpec:
     """The spec with another mixer in each layer; change: the new one, of the layer's index and its mixer."""
     layers = enumerate(spec.layers)
@@ -155,6 +159,10 @@ class Architecture:
     recurrence: Callable[[Reader, int], Mixer | None] = _no_recurrence
     # the mixer of each layer and of each block behind the layers (its index), where none has Attention
     mixer: Callable[[Reader, int], Mixer] | None = None
+    # all layers, where their sizes are not those of one common layer; None for those
+    layers: Callable[[Reader], tuple[Layer, ...]] | None = None
+    # tensors that some files have, and no layer reads
+    unused: Callable[[Reader], Set[str]] = _none_unused
     refine: Callable[[Reader, ModelSpec], ModelSpec] = _unchanged  # the spec with what the other keys say
 
     def read(self, file: ModelFile) -> ModelSpec:
@@ -209,7 +217,7 @@ class Reader(KeyReader):
         if scaled:
             frequencies, magnitude = self._scaled(frequencies, base)
             magnitude *= self.number("rope.scaling.attn_factor", 0.0, 1e6, default=1.0)
-        return self._with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
+        return self.with_factors(RopeSpec(self.architecture.rope_kind, n_dims, tuple(frequencies), magnitude))
 
     def windows(
         self,
@@ -222,9 +230,9 @@ class Reader(KeyReader):
     ) -> ModelSpec:
         """The spec with a window in some layers, whose rotation is `local`; in the others it is `full`.
 
-        Which layers those are the file says, else the period.  full_first: see _windowed.
+        Which layers those are the file says, else the period.  full_first: see windowed.
         """
-        has_window = self._windowed(period, full_first)
+        has_window = self.windowed(period, full_first)
         return each_mixer(
             spec,
             lambda layer, mixer: (
@@ -232,7 +240,7 @@ class Reader(KeyReader):
             ),
         )
 
-    def _windowed(self, period: int, full_first: bool) -> list[bool]:
+    def windowed(self, period: int, full_first: bool = False) -> list[bool]:
         """Whether each layer sees a window only: as the file says, or by this period.
 
         The file's pattern is true or false for each layer, or a period; of each period the last layer sees everything,
@@ -275,7 +283,7 @@ class Reader(KeyReader):
             output_norm="output_norm.weight",
             output=self._output(),
             n_logits=self._n_logits(n_vocab),
-            layers=self._layers(n_embd),
+            layers=self._layers(n_embd) if self.architecture.layers is None else self.architecture.layers(self),
         )
 
     def _n_embd(self) -> int:
@@ -462,7 +470,7 @@ class Reader(KeyReader):
         """Raises UnsupportedModel unless the file has the expected tensors, and none beside them and `others`."""
         architecture = self.architecture.name
         self._check_shapes(expected)
-        others = others | self.architecture.rope_factors | self._skipped_tensors()
+        others = others | self.architecture.rope_factors | self._skipped_tensors() | self.architecture.unused(self)
         unknown = sorted(self.file.tensors.keys() - expected.keys() - others)
         if unknown:
             # A tensor that is not read would silently change the text.
@@ -511,7 +519,7 @@ class Reader(KeyReader):
         if value != 1.0 and not math.isclose(value, magnitude, rel_tol=1e-4):
             self.refuse(key, f"must be 1 or YaRN's own {magnitude:.6g}, others are not supported: found {value!r:.80}")
 
-    def _with_factors(self, plain: RopeSpec) -> RopeSpec:
+    def with_factors(self, plain: RopeSpec) -> RopeSpec:
         """The frequencies divided by the factors in the file's tensors."""
         possible = self.architecture.rope_factors & self.file.tensors.keys()
         if not possible:

@@ -207,6 +207,9 @@ class Attention(Mixer):
         y = softmax(scores) @ v;  y *= gate_function(gate) if there is an output_gate (Qiu et al., arXiv:2505.06708)
         a = norm(y, sub_norm) @ output + output_bias
         x += residual_scale * norm(a, post_norm), which has post_norm_epsilon where that is not None
+
+    With normed_values, v = v / sqrt(mean(v^2) + norm_epsilon), by head. Where v is the tensor of k, values are the
+    products of keys, before norm and rotation. With kv_of there are no keys and values of its own.
     """
 
     n_in: int  # numbers that q, k and v are products with: n_embd, but for a head that attends from more
@@ -216,7 +219,7 @@ class Attention(Mixer):
     scale: float
     q: TensorRef  # (n_heads * head_dim, n_in), or with a gate, see OutputGate
     k: TensorRef  # (n_kv_heads * head_dim, n_in)
-    v: TensorRef  # (n_kv_heads * head_dim, n_in)
+    v: TensorRef  # (n_kv_heads * head_dim, n_in), or k once more
     output: TensorRef  # (n_embd, n_heads * head_dim)
     rope: RopeSpec | None = None  # None where queries and keys are not turned
     # number of positions that a token sees, its own among them: position p sees p - window + 1 .. p; None for all; in a
@@ -241,6 +244,10 @@ class Attention(Mixer):
     gate: TensorRef | None = None  # (n_gate, n_in), of a gate that is not in_q
     gate_function: GateFunction = "sigmoid"
     post_norm_epsilon: float | None = None  # the model's where it is None
+    normed_values: bool = False  # see above
+    # The layer before this one whose keys and values it reads, which have the same sizes and window; None for its own.
+    # k, v and k_norm are then those of that layer.
+    kv_of: int | None = None
 
     @property
     def separate_key_bias(self) -> TensorRef | None:
@@ -251,6 +258,11 @@ class Attention(Mixer):
     def n_q(self) -> int:
         """Numbers of all queries of a token."""
         return self.n_heads * self.head_dim
+
+    @property
+    def has_own_values(self) -> bool:
+        """Whether values have a matrix of their own."""
+        return self.kv_of is None and self.v != self.k
 
     @property
     def n_q_rows(self) -> int:
@@ -282,6 +294,8 @@ class Attention(Mixer):
     def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
         """See Mixer: keys and values of the positions that are seen."""
         n = self.head_dim
+        if self.kv_of is not None:
+            return 0
         of_a_head = {"f16": 4 * n, "q8_0": 2 * (n + n // 32 * 4), "k6v4": 6 * n // 8 + n // 2 + 2 * 2}[cache_type]
         return self.n_seen(n_ctx) * self.n_kv_heads * of_a_head
 
@@ -316,7 +330,9 @@ class Attention(Mixer):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor that there may be, by role."""
         q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
-        return {
+        missing = set() if self.has_own_values else {"v"}
+        missing |= set() if self.kv_of is None else {"k", "k_norm", "k_bias", "v_bias"}
+        shapes: dict[str, tuple[int, ...]] = {
             "norm": (self.n_embd,),
             "q": (self.n_q_rows, self.n_in),
             "k": (self.n_kv, self.n_in),
@@ -333,6 +349,7 @@ class Attention(Mixer):
             "sinks": (self.n_heads,),
             "gate": (self.n_gate, self.n_in),
         }
+        return {role: shape for role, shape in shapes.items() if role not in missing}
 
 
 @dataclass(frozen=True)
@@ -671,6 +688,10 @@ class Experts(FeedForward):
         y = the sum of weight_scale * w_e * f_e over `chosen`, added in that order
         y += sigmoid(shared_router @ h) * the shared network of h, without the factor where there is no shared_router
         x += residual_scale * norm(y, post_norm)
+
+    Where they are there, the router reads router_scale * norm(x, router_norm) in place of h, the shared network
+    norm(x, shared_norm), and what the routed experts give, and what the shared network gives, have norms before they
+    are added: routed_post_norm and shared_post_norm.
     """
 
     # n_ff, n_ff_shared: numbers between gate and down, of one expert and of the shared network
@@ -702,6 +723,12 @@ class Experts(FeedForward):
     shared_gate: TensorRef | None = None  # (n_ff_shared, n_embd)
     shared_up: TensorRef | None = None  # (n_ff_shared, n_embd)
     shared_down: TensorRef | None = None  # (n_embd, n_ff_shared)
+    # router_norm, shared_norm, routed_post_norm, shared_post_norm: (n_embd,), see above
+    router_norm: TensorRef | None = None
+    router_scale: float = 1.0
+    shared_norm: TensorRef | None = None
+    routed_post_norm: TensorRef | None = None
+    shared_post_norm: TensorRef | None = None
 
     @property
     def n_activations(self) -> int:
@@ -734,7 +761,76 @@ class Experts(FeedForward):
             "shared_up": (n_shared, self.n_embd),
             "shared_down": (self.n_embd, n_shared),
             "post_norm": (self.n_embd,),
+            "router_norm": (self.n_embd,),
+            "shared_norm": (self.n_embd,),
+            "routed_post_norm": (self.n_embd,),
+            "shared_post_norm": (self.n_embd,),
         }
+
+
+@dataclass(frozen=True)
+class LayerEnd(FeedForward):
+    """What a layer does after its network (Gemma 3n and 4), to the residual stream x. e: what `LayerInputs` has for it.
+
+    x += residual_scale * norm((activation(gate @ x) * e) @ projection, post_norm), where there is a gate
+    x *= scale, the one number of that tensor
+    """
+
+    n_inputs: int = 0  # numbers of e
+    gate: TensorRef | None = None  # (n_inputs, n_embd)
+    projection: TensorRef | None = None  # (n_embd, n_inputs)
+    post_norm: TensorRef | None = None  # (n_embd,)
+    scale: TensorRef | None = None  # (1,)
+    activation: Activation = "gelu_tanh"
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        return self.n_inputs
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {
+            "gate": (self.n_inputs, self.n_embd),
+            "projection": (self.n_embd, self.n_inputs),
+            "post_norm": (self.n_embd,),
+            "scale": (1,),
+        }
+
+
+@dataclass(frozen=True)
+class LayerInputs(Block):
+    """Embeddings of each layer beside those of the model (Gemma 3n and 4). Of a token with the scaled embedding x:
+
+        e = (norm(projection_scale * (projection @ x), norm) + table_scale * table[token]) / sqrt(2)
+
+    n_inputs numbers for each layer, one layer after the other. The norm is over those of a layer. A pass reads the rows
+    of its tokens: the table itself is mostly larger than all that is multiplied.
+    """
+
+    n_layers: int
+    n_inputs: int
+    n_vocab: int
+    table: str  # (n_vocab, n_layers * n_inputs)
+    projection: TensorRef  # (n_layers * n_inputs, n_embd)
+    norm: TensorRef  # (n_inputs,)
+    projection_scale: float
+    table_scale: float
+
+    @property
+    def n_all(self) -> int:
+        """Numbers of a token for all layers."""
+        return self.n_layers * self.n_inputs
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        return self.n_all
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See Block: without the table, whose rows are read one by one."""
+        return {"projection": (self.n_all, self.n_embd), "norm": (self.n_inputs,)}
 
 
 @dataclass(frozen=True)
@@ -743,6 +839,7 @@ class Layer:
 
     mixer: Mixer
     ffn: FeedForward
+    end: LayerEnd | None = None
 
 
 class _Shaped(Protocol):
@@ -777,8 +874,9 @@ class ModelSpec(ModelSizes):
 
     A token becomes a row of logits by
 
-        x = embedding_scale * token_embd[token], then norm(x) without weights if embedding_norm
-        each layer: its mixer, then its ffn, add to x
+        x = embedding_scale * token_embd[token], then norm(x) without weights if embedding_norm; with layer_inputs,
+            numbers for each layer too
+        each layer: its mixer, then its ffn, add to x; its end, if it has one
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
@@ -797,6 +895,7 @@ class ModelSpec(ModelSizes):
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     embedding_norm: bool = False
+    layer_inputs: LayerInputs | None = None
 
     @property
     def tied_embeddings(self) -> bool:
@@ -805,12 +904,16 @@ class ModelSpec(ModelSizes):
 
     def blocks(self) -> Iterator[tuple[str, Block]]:
         """Every block and its name, in the order in which they run."""
+        if self.layer_inputs is not None:
+            yield "layer_inputs", self.layer_inputs
         for index, layer in enumerate(self.layers):
             yield f"layers.{index}.mixer", layer.mixer
             yield f"layers.{index}.ffn", layer.ffn
+            if layer.end is not None:
+                yield f"layers.{index}.end", layer.end
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor beside the embeddings, in the order in which a pass reads them.
+        """Every tensor beside the embeddings and the table of layer_inputs, in the order in which a pass reads them.
 
         Those of blocks have the block's name; the others are the block "", with the roles output_norm and output.
         """
@@ -826,6 +929,8 @@ class ModelSpec(ModelSizes):
         shapes = shapes_in_file(self.weights())
         if self.token_embd is not None:
             shapes[self.token_embd] = (self.n_vocab, self.n_embd)  # all rows, where the output matrix reads some
+        if self.layer_inputs is not None:
+            shapes[self.layer_inputs.table] = (self.n_vocab, self.layer_inputs.n_all)
         return shapes
 
 

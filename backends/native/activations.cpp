@@ -28,7 +28,9 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
     : ld_embd(padded(c.n_embd)),
       ld_q(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_q(); }))),
       ld_kv(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_kv(); }))),
-      ld_ff(padded(c.most([](const LayerConfig& l) { return l.dense() ? l.dense()->n_ff : 0; }))),
+      ld_ff(padded(c.most([](const LayerConfig& l) {
+          return std::max(l.dense() ? l.dense()->n_ff : 0, l.end ? l.end->n_inputs : 0);
+      }))),
       ld_scores(padded(c.n_ctx) + 16),
       ld_value(std::max(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; })),
                         padded(c.most_of_latents([](const LatentConfig& l) { return l.n_latent; })))),
@@ -39,7 +41,8 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return s.n_channels; })))),
       ld_steps(2 * padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; }))),
       ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))),
-      ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))) {
+      ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))),
+      ld_layer_inputs(padded(c.n_layer_inputs())) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
@@ -68,6 +71,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
         const size_t n_pairs = rope.frequencies.size();
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
     }
+    layer_inputs = cutter.take<float>(n * ld_layer_inputs);
     position = cutter.take<int32_t>(n);
     sequence = cutter.take<int32_t>(n);
     ones = cutter.take<float>(c.embedding_norm ? ld_embd : 0);
@@ -127,6 +131,7 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
     own_inputs.push_back(take_inputs(cutter, 1, c.inputs));
     own_h.push_back(cutter.take<float>(most_in));
     own_head.push_back(cutter.take<float>(ld_value));
+    own_table_row.push_back(cutter.take<float>(ld_layer_inputs));
     scores.push_back(cutter.take<float>(kTaskRows * ld_scores));
     sums.push_back(cutter.take<float>(kTaskRows * ld_value));
     own_queries.push_back(
@@ -189,6 +194,12 @@ void ExpertRows::take_rows(const DecoderConfig& c, Cutter& cutter) {
     gate = cutter.take<float>(n_rows * ld_ff);
     out = cutter.take<float>(n_rows * ld_embd);
     inputs = take_inputs(cutter, n_rows, c.inputs.up_to(static_cast<int>(ld_ff)));
+    if (c.most_of_experts([](const ExpertsConfig& e) { return static_cast<int>(e.own_inputs); })) {
+        router_x = cutter.take<float>(n * ld_embd);
+        shared_x = cutter.take<float>(n * ld_embd);
+        router_inputs = take_inputs(cutter, n, c.inputs.up_to(c.n_embd));
+        shared_gate_inputs = take_inputs(cutter, n, c.inputs.up_to(c.n_embd));
+    }
     if (!ld_shared) return;
     shared_gate = cutter.take<float>(n * ld_shared);
     shared_out = cutter.take<float>(n * ld_embd);

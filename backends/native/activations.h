@@ -75,7 +75,10 @@ struct ExpertRows {
     int32_t *counts, *needed;  // (n_experts,): rows of each; those with rows
     float *gate, *out;         // rows of experts, (ld_ff) and (ld_embd)
     float *shared_gate, *shared_out;
-    Inputs inputs, shared_inputs;    // of down
+    Inputs inputs, shared_inputs;  // of down
+    // Where the router and the shared network have norms of their own: (n_batch, ld_embd), and what is made of them.
+    float *router_x, *shared_x;
+    Inputs router_inputs, shared_gate_inputs;
     std::vector<float*> up, scores;  // for each thread: (kTokensTogether, kMostTaskGroups * kRows), and (ld_router,)
     PredictedRows predicted;
     std::unique_ptr<ExpertTasks> tasks;
@@ -114,6 +117,10 @@ struct Activations {
     float* gated_q;  // (n_batch, 2 ld_q), queries and gates of attention
     size_t ld_gates;
     float *gates, *ones;  // (n_batch, ld_gates), gates of their own; (ld_embd,), where embeddings are normed
+    // (n_batch, ld_layer_inputs): of one layer after the other; rows of their table, one for each thread.
+    size_t ld_layer_inputs;
+    float* layer_inputs;
+    std::vector<float*> own_table_row;
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
     struct Angles {
         size_t n_pairs;

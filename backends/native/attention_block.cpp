@@ -10,9 +10,10 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
       is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
       query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),
       q_(weights.matrix(name + ".q", config_.n_q_rows(), config_.n_in)),
-      k_(weights.matrix(name + ".k", config_.n_kv(), config_.n_in)),
-      v_(weights.matrix(name + ".v", config_.n_kv(), config_.n_in)),
+      k_(config_.has_keys() ? weights.matrix(name + ".k", config_.n_kv(), config_.n_in) : Matrix()),
+      v_(config_.has_values() ? weights.matrix(name + ".v", config_.n_kv(), config_.n_in) : Matrix()),
       output_(weights.matrix(name + ".output", config.n_embd, config_.n_q())),
+      ones_(config_.normed_values ? padded(config_.head_dim) : 0, 1.0f),
       norm_(weights.vector(name + ".norm", config.n_embd)),
       post_norm_(weights.vector(name + ".post_norm", config.n_embd)),
       sub_norm_(weights.vector(name + ".sub_norm", config_.n_q())),
@@ -28,14 +29,16 @@ AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std
     if (config_.qk_norm == QKNorm::None) return;
     const bool is_whole = config_.qk_norm == QKNorm::Whole;
     q_norm_ = weights.required_vector(name + ".q_norm", is_whole ? config_.n_q() : config_.head_dim);
-    k_norm_ = weights.required_vector(name + ".k_norm", is_whole ? config_.n_kv() : config_.head_dim);
+    if (config_.has_keys())
+        k_norm_ = weights.required_vector(name + ".k_norm", is_whole ? config_.n_kv() : config_.head_dim);
 }
 
 void AttentionBlock::run(const Pass& pass, int thread, const float* attended) const {
     const Activations& b = pass.b;
-    const Matrix& gate = config_.n_gate() ? gate_ : q_;
-    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, &k_, &v_, &gate})
-                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, &k_, &v_, &gate});
+    const Matrix *k = config_.has_keys() ? &k_ : &q_, *v = config_.has_values() ? &v_ : &q_;
+    const Matrix* gate = config_.n_gate() ? &gate_ : &q_;
+    const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, k, v, gate})
+                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, k, v, gate});
     project_qkv(pass, thread, inputs);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread);
     rotate_and_store(pass, thread);
@@ -47,7 +50,8 @@ void AttentionBlock::run(const Pass& pass, int thread, const float* attended) co
 void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inputs) const {
     const Activations& b = pass.b;
     const int n = pass.n, n_threads = pass.pool.size(), together = pass.kernels.at_once(n);
-    const Tasks q(q_, n, n_threads, together), k(k_, n, n_threads, together), v(v_, n, n_threads, together);
+    const Matrix &of_k = config_.has_keys() ? k_ : q_, &of_v = config_.has_values() ? v_ : q_;
+    const Tasks q(q_, n, n_threads, together), k(of_k, n, n_threads, together), v(of_v, n, n_threads, together);
     const bool has_gate = config_.n_gate() > 0;
     const Tasks gate(has_gate ? gate_ : q_, n, n_threads, together);
     const auto project = [&](const Matrix& m, const float* bias, const Tasks& tasks, int task, float* y, size_t ldy) {
@@ -55,15 +59,16 @@ void AttentionBlock::project_qkv(const Pass& pass, int thread, const Inputs& inp
         pass.product(thread, m, inputs, n, first, last, tasks.next_data(m, task), y, ldy);
         add_bias(m, bias, n, first, last, y, ldy);
     };
-    const int n_tasks = q.count() + k.count() + v.count() + (has_gate ? gate.count() : 0);
-    pass.for_tasks(thread, n_tasks, [&](int task) {
+    const int n_keys = config_.has_keys() ? k.count() : 0, n_values = config_.has_values() ? v.count() : 0;
+    const int n_gates = has_gate ? gate.count() : 0;
+    pass.for_tasks(thread, q.count() + n_keys + n_values + n_gates, [&](int task) {
         if (task < q.count() && config_.gated_q()) return project(q_, q_bias_, q, task, b.gated_q, 2 * b.ld_q);
         if (task < q.count()) return project(q_, q_bias_, q, task, b.q, b.ld_q);
         task -= q.count();
-        if (task < k.count()) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
-        task -= k.count();
-        if (task < v.count()) return project(v_, v_bias_, v, task, b.v, b.ld_kv);
-        project(gate_, nullptr, gate, task - v.count(), b.gates, b.ld_gates);
+        if (task < n_keys) return project(k_, config_.key_bias ? nullptr : k_bias_, k, task, b.k, b.ld_kv);
+        task -= n_keys;
+        if (task < n_values) return project(v_, v_bias_, v, task, b.v, b.ld_kv);
+        project(gate_, nullptr, gate, task - n_values, b.gates, b.ld_gates);
     });
 }
 
@@ -96,7 +101,7 @@ void AttentionBlock::norm_heads(const Pass& pass, int thread, const float* norm,
     }
 }
 
-// The queries and the key of one kv head of token c.
+// The queries and the key of one kv head of token c; k: null for a layer without.
 void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) const {
     const Activations::Angles& angles = pass.b.angles[static_cast<size_t>(config_.rope)];
     const size_t at = static_cast<size_t>(c) * angles.n_pairs;
@@ -104,7 +109,7 @@ void AttentionBlock::rotate_heads(const Pass& pass, int c, float* q, float* k) c
         rotate_head(head, angles.cosine + at, angles.sine + at, angles.n_pairs, is_rotated_in_halves_);
     };
     for (int i = 0; i < config_.n_heads / config_.n_kv_heads; i++) turn(q + i * config_.head_dim);
-    turn(k);
+    if (k) turn(k);
 }
 
 // Positions into queries and keys, keys and values into the states of the sequences.
@@ -115,21 +120,24 @@ void AttentionBlock::rotate_and_store(const Pass& pass, int thread) const {
         const int c = item / config_.n_kv_heads, kv_head = item % config_.n_kv_heads;
         const size_t token = static_cast<size_t>(c);
         float* q = b.q + token * b.ld_q + kv_head * of_group * dim;
-        float* k = b.k + token * b.ld_kv + kv_head * dim;
+        float* k = config_.has_keys() ? b.k + token * b.ld_kv + kv_head * dim : nullptr;
+        float* v = b.v + token * b.ld_kv + kv_head * dim;
+        if (k && config_.keys_are_values) std::copy(k, k + dim, v);
+        if (k && config_.normed_values) norm_heads(pass, thread, ones_.data(), v, 1);
         for (int i = 0; config_.gated_q() && i < of_group; i++) {
             const float* both = gated_query(pass, c, kv_head * of_group + i);
             std::copy(both, both + dim, q + i * dim);
         }
         if (config_.qk_norm == QKNorm::PerHead) {
             norm_heads(pass, thread, q_norm_, q, of_group);
-            norm_heads(pass, thread, k_norm_, k, 1);
+            if (k) norm_heads(pass, thread, k_norm_, k, 1);
         }
-        const bool has_bias = config_.key_bias && pass.sequence_of(c).rows.state->sizes().type != KvType::K6V4;
+        const bool has_bias = k && config_.key_bias && pass.sequence_of(c).rows.state->sizes().type != KvType::K6V4;
         for (int d = 0; has_bias && d < dim; d++) k[d] += k_bias_[kv_head * dim + d];
         if (config_.rope >= 0) rotate_heads(pass, c, q, k);
         const float scale = query_scales_.at(b.position[c]);
         for (int d = 0; d < of_group * dim; d++) q[d] *= scale;
-        store(pass, c, kv_head, k, b.v + token * b.ld_kv + kv_head * dim);
+        if (k) store(pass, c, kv_head, k, v);
     });
 }
 

@@ -31,6 +31,7 @@ from edgeinfer.backends.native.weights import (
     embedding_of,
     inputs_of,
     is_mostly_ternary,
+    layer_table_of,
     map_weights,
     n_base_three,
     of_frequent_tokens,
@@ -152,12 +153,18 @@ class NativeBackend:
         rows = embedding_of(model, spec, parts, is_held=self.resident or is_cached)
         if rows is not None:
             set_embedding(weights, model, rows)
+        table = layer_table_of(model, spec, is_held=self.resident)
+        if table is not None:
+            set_embedding(weights, model, table, of_layers=True)
         beside = None if self.placement is None else self.placement(weights, model, parts)
         device = Device(device.n_threads, isa)
         config = self._config(model, spec, plan.ternary_bits, plan.settings)
         made = assemble(spec, config, _core.FrontConfig(), plan, device, weights, threads, rows, store)
         made = replace(
-            made, is_mapped=packed is not None and not is_cached, files=_files_of(model, packed, rows, is_cached)
+            made,
+            is_mapped=packed is not None and not is_cached,
+            files=_files_of(model, packed, (rows, table), is_cached),
+            table=table,
         )
         weights.check_all_are_used()
         model.check()
@@ -254,7 +261,8 @@ class NativeBackend:
         """Packed weights, and a copy of the embeddings where there is to be one. Raises UnsupportedModel."""
         parts = self._parts(model, spec, bits)
         rows = embedding_of(model, spec, parts, is_held=self.resident or expert_cache is not None)
-        return packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
+        table = layer_table_of(model, spec, is_held=self.resident)
+        return packed_bytes(parts) + sum(each.n_bytes for each in (rows, table) if each is not None)
 
     def _tune(
         self, loaded: NativeModel, model: ModelFile, parts: Sequence[Part], device: Device, bits: TernaryBits
@@ -319,11 +327,11 @@ def _store(
 
 
 def _files_of(
-    model: ModelFile, packed: Packed | None, rows: EmbeddingRows | None, is_cached: bool
+    model: ModelFile, packed: Packed | None, rows: Sequence[EmbeddingRows | None], is_cached: bool
 ) -> list[FileWatch | MappedFile]:
     """What passes read from: packed weights, rows of embeddings and experts."""
     packed_files: list[FileWatch | MappedFile] = [] if packed is None else [packed.file]
-    is_read = (rows is not None and rows.place == "file") or (is_cached and packed is None)
+    is_read = any(each is not None and each.place == "file" for each in rows) or (is_cached and packed is None)
     return [*packed_files, *(model.watches() if is_read else [])]
 
 

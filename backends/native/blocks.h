@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "pass.h"
 #include "weights.h"
@@ -44,6 +45,7 @@ private:
     bool is_rotated_in_halves_;
     const QueryScales& query_scales_;
     Matrix q_, k_, v_, output_;
+    std::vector<float> ones_;  // a norm without weights
     // Null where the model has none.
     const float *norm_, *post_norm_, *sub_norm_, *q_norm_, *k_norm_;
     const float *q_bias_, *k_bias_, *v_bias_, *output_bias_, *sinks_;
@@ -129,6 +131,41 @@ private:
     int index_;
     Matrix input_, output_;
     const float *norm_, *conv_;
+};
+
+// What ends a layer: what it has for each token of its own, and the scale of the residual stream.
+class LayerEndBlock {
+public:
+    LayerEndBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    void run(const Pass& pass, int thread) const;
+    size_t weight_bytes() const { return gate_.n_bytes() + projection_.n_bytes(); }
+
+private:
+    void add_inputs(const Pass& pass, int thread) const;
+
+    LayerEndConfig config_;
+    int index_;
+    Matrix gate_, projection_;
+    const float *post_norm_, *scale_;  // null where the model has none
+};
+
+// What all layers have for each token, made before the first one.
+class LayerInputsBlock {
+public:
+    LayerInputsBlock(const DecoderConfig& config, const Weights& weights);
+
+    // Of what is in x, the scaled embeddings of the tokens.
+    void run(const Pass& pass, int thread) const;
+
+private:
+    void finish(const Pass& pass, int thread, int c) const;
+
+    LayerInputsConfig config_;
+    int n_all_;
+    Matrix projection_;
+    const float* norm_;
+    const Embedding& table_;
 };
 
 // A gated feed-forward network.

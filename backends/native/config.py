@@ -19,6 +19,8 @@ from edgeinfer.models import (
     GatedDeltaNet,
     LatentAttention,
     Layer,
+    LayerEnd,
+    LayerInputs,
     Mixer,
     ModelSpec,
     RopeSpec,
@@ -26,6 +28,7 @@ from edgeinfer.models import (
     attention_of,
 )
 from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec, ProjectedInput
+from edgeinfer.models.spec import StateKind
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
 
@@ -34,7 +37,7 @@ _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
     *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate", "gate_function"),
-    "post_norm_epsilon",
+    *("post_norm_epsilon", "normed_values", "kv_of"),
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
@@ -65,7 +68,12 @@ _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
     *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
     *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
-    *("shared_gate", "shared_up", "shared_down"),
+    *("shared_gate", "shared_up", "shared_down", "router_norm", "router_scale", "shared_norm"),
+    *("routed_post_norm", "shared_post_norm"),
+)
+_OF_LAYER_END = ("n_embd", "n_inputs", "gate", "projection", "post_norm", "scale", "activation")
+_OF_LAYER_INPUTS = (
+    *("n_embd", "n_layers", "n_inputs", "n_vocab", "table", "projection", "norm", "projection_scale", "table_scale"),
 )
 BLOCKS: dict[type, Sequence[str]] = {
     Attention: _OF_ATTENTION,
@@ -74,8 +82,11 @@ BLOCKS: dict[type, Sequence[str]] = {
     LatentAttention: _OF_LATENTS,
     Dense: _OF_DENSE,
     Experts: _OF_EXPERTS,
+    LayerEnd: _OF_LAYER_END,
+    LayerInputs: _OF_LAYER_INPUTS,
 }
-_LANES = 16  # numbers that recurrent layers compute together: heads and channels are whole multiples
+# numbers that are computed together: heads and channels of recurrent layers, and inputs of layers, are whole multiples
+_LANES = 16
 # Those of the parts of heads around their decoder.
 PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
@@ -103,10 +114,12 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
     config.embedding_norm = spec.embedding_norm
+    if (inputs := spec.layer_inputs) is not None:
+        config.set_layer_inputs(inputs.n_inputs, inputs.projection_scale, inputs.table_scale)
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn))
+        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn), _end(layer.end))
     return config
 
 
@@ -148,7 +161,7 @@ def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: 
 
 
 def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
+    layers = _with_own_state(spec, "window_kv")
     whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
 
     def n_bytes(of: tuple[Layer, ...]) -> int:
@@ -159,8 +172,14 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
     return windows if windows < others else 0
 
 
+def _with_own_state(spec: ModelSpec, kind: StateKind) -> tuple[Layer, ...]:
+    """The layers that keep a state of that kind, without those that read the keys and values of others."""
+    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.kv_of is None)
+    return tuple(layer for layer in own if layer.mixer.state_kind == kind)
+
+
 def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "recurrent")
+    layers = _with_own_state(spec, "recurrent")
     config = decoder_config(replace(spec, layers=layers), settings.n_ctx, settings.n_batch)
     return _bytes_of(config, settings, n_positions) if layers else 0
 
@@ -188,7 +207,7 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
 
 
 def check_recurrences(spec: ModelSpec, path: object) -> None:
-    """Raises UnsupportedModel for recurrent layers of sizes that no kernel has."""
+    """Raises UnsupportedModel for recurrent layers, and for inputs of layers, of sizes that no kernel has."""
     for name, block in spec.blocks():
         sizes: dict[str, int] = {}
         if isinstance(block, GatedDeltaNet):
@@ -197,6 +216,8 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
             sizes = {"rows": block.n_embd}
         elif isinstance(block, LatentAttention):
             sizes = {"latents": block.n_latent, "turned parts": block.n_turned, "values": block.n_value}
+        elif isinstance(block, LayerInputs):
+            sizes = {"inputs": block.n_inputs}
         for what, n in sizes.items():
             if n % _LANES:
                 raise UnsupportedModel(
@@ -261,7 +282,17 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         gate=_core.OutputGate[block.output_gate or "none"],
         gate_is_softplus=block.gate_function == "softplus",
         post_norm_epsilon=block.post_norm_epsilon or 0.0,
+        normed_values=block.normed_values,
+        keys_are_values=block.kv_of is None and not block.has_own_values,
+        kv_of=-1 if block.kv_of is None else block.kv_of,
     )
+
+
+def _end(block: LayerEnd | None) -> _core.LayerEndConfig | None:
+    if block is None:
+        return None
+    n_inputs = 0 if block.gate is None else block.n_inputs
+    return _core.LayerEndConfig(n_inputs=n_inputs, activation=_core.Activation[block.activation])
 
 
 def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
@@ -284,6 +315,8 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         n_used_groups=block.n_used_groups,
         activation=_core.Activation[block.activation],
         n_ff_shared=block.n_ff_shared,
+        router_scale=block.router_scale,
+        own_inputs=block.router_norm is not None,
     )
 
 

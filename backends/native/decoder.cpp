@@ -67,6 +67,7 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     fill_rope_tables();
     if (config_.embedding_norm) std::fill_n(activations_->ones, config_.n_embd, 1.0f);
+    if (config_.layer_inputs.n_inputs) layer_inputs_.emplace(config_, *weights_);
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
 }
@@ -115,13 +116,15 @@ void Decoder::add_layer(int index, int& n_with_experts) {
         return AttentionBlock(config_, index, of_mixer, *weights_);
     };
     if (layer.dense()) {
-        layers_.push_back({mixer(), DenseBlock(config_, index, of_ffn, *weights_)});
+        layers_.push_back({mixer(), DenseBlock(config_, index, of_ffn, *weights_), std::nullopt});
     } else if (store_) {
-        layers_.push_back(
-            {mixer(), ExpertsBlock(config_, index, n_with_experts++, of_ffn, *weights_, *store_, *predictor_)});
+        layers_.push_back({mixer(),
+                           ExpertsBlock(config_, index, n_with_experts++, of_ffn, *weights_, *store_, *predictor_),
+                           std::nullopt});
     } else {
         throw std::invalid_argument(of_ffn + " has experts, which a store must hold: found none");
     }
+    if (layer.end) layers_.back().end.emplace(config_, index, name_of(index, "end"), *weights_);
 }
 
 // ---- the forward pass ----------------------------------------------------------------------------------------------
@@ -201,24 +204,37 @@ void Decoder::run(const Pass& pass, int thread) const {
 void Decoder::embed(const Pass& pass, int thread) const {
     const Activations& b = pass.b;
     const size_t n_embd = static_cast<size_t>(config_.n_embd);
+    const auto begin_with = [&](int c) {
+        float* x = b.x + static_cast<size_t>(c) * b.ld_embd;
+        std::memcpy(x, pass.start + static_cast<size_t>(c) * n_embd, sizeof(float) * n_embd);
+    };
     pass.for_items(thread, pass.n, [&](int c) {
-        const Sequence& sequence = pass.sequence_of(c);
-        const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - sequence.first);
-        if (pass.start) {
-            std::memcpy(b.x + at, pass.start + static_cast<size_t>(c) * n_embd, sizeof(float) * n_embd);
-            return set_angles(pass, c);
+        if (!pass.start || layer_inputs_) {
+            embed_token(pass, c);
+        } else {
+            begin_with(c);
         }
-        try {
-            embedding_.read(sequence.rows.tokens[i], b.x + at);
-        } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
-            pass.fail(error.what());
-            return;
-        }
-        for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
-        if (config_.embedding_norm) kernels_.rms_norm(b.x + at, b.ones, config_.n_embd, config_.norm_epsilon, b.x + at);
-        if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
         set_angles(pass, c);
     });
+    if (!layer_inputs_) return;
+    layer_inputs_->run(pass, thread);
+    if (pass.start) pass.for_items(thread, pass.n, begin_with);
+}
+
+void Decoder::embed_token(const Pass& pass, int c) const {
+    const Activations& b = pass.b;
+    const Sequence& sequence = pass.sequence_of(c);
+    const size_t n_embd = static_cast<size_t>(config_.n_embd);
+    const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - sequence.first);
+    try {
+        embedding_.read(sequence.rows.tokens[i], b.x + at);
+    } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
+        pass.fail(error.what());
+        return;
+    }
+    for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
+    if (config_.embedding_norm) kernels_.rms_norm(b.x + at, b.ones, config_.n_embd, config_.norm_epsilon, b.x + at);
+    if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
 }
 
 void Decoder::set_angles(const Pass& pass, int c) const {

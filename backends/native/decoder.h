@@ -113,16 +113,19 @@ private:
     struct Layer {
         Mixer mixer;
         std::variant<DenseBlock, ExpertsBlock> ffn;
+        std::optional<LayerEndBlock> end;
 
         void run_mixer(const Pass& pass, int thread, const float* attended) const {
             std::visit([&](const auto& block) { block.run(pass, thread, attended); }, mixer);
         }
+        // And what ends the layer.
         void run_ffn(const Pass& pass, int thread) const {
             std::visit([&](const auto& block) { block.run(pass, thread); }, ffn);
+            if (end) end->run(pass, thread);
         }
         size_t weight_bytes() const {
             const auto bytes = [](const auto& block) { return block.weight_bytes(); };
-            return std::visit(bytes, mixer) + std::visit(bytes, ffn);
+            return std::visit(bytes, mixer) + std::visit(bytes, ffn) + (end ? end->weight_bytes() : 0);
         }
     };
 
@@ -142,6 +145,7 @@ private:
     bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
     void embed(const Pass& pass, int thread) const;
+    void embed_token(const Pass& pass, int c) const;
     void set_angles(const Pass& pass, int c) const;
     void tap(const Pass& pass, int thread, int layer) const;
     void head(const Pass& pass, int thread, const Matrix& output) const;
@@ -158,6 +162,7 @@ private:
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
+    std::optional<LayerInputsBlock> layer_inputs_;
     std::vector<Layer> layers_;
     PassRows last_rows_;
     const float* output_norm_;

@@ -44,6 +44,7 @@ class DecoderParts:
     experts: _core.ExpertStore | None = None
     is_mapped: bool = False  # whether weights and experts are pages of a packed file
     files: Sequence[FileWatch | MappedFile] = ()  # what passes read from
+    table: EmbeddingRows | None = None  # where it finds what each layer has for a token, None without
 
 
 def assemble(
@@ -95,7 +96,7 @@ class NativeDecoder(OfOneProcess):
         self._decoder: _core.Decoder | None = parts.decoder
         self._weights: _core.Weights | None = parts.weights
         self._threads: _core.Threads | None = parts.threads
-        self._embedding_bytes = 0 if parts.embedding is None else parts.embedding.n_bytes
+        self._embedding_bytes = sum(each.n_bytes for each in (parts.embedding, parts.table) if each is not None)
         self._is_mapped = parts.is_mapped
         self._files = parts.files
         self._experts = parts.experts

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <variant>
 #include <vector>
 
@@ -46,6 +47,9 @@ struct AttentionConfig {
     OutputGate gate = OutputGate::None;
     bool gate_is_softplus = false;
     float post_norm_epsilon = 0;
+    bool normed_values = false;
+    bool keys_are_values = false;  // values are the products of keys, before their norm
+    int kv_of = -1;                // the layer whose keys and values it reads; -1 for its own
 
     bool gated_q() const { return gate == OutputGate::InQ; }
     int n_q_rows() const { return (gated_q() ? 2 : 1) * n_q(); }
@@ -53,7 +57,9 @@ struct AttentionConfig {
     int n_gate() const { return gate == OutputGate::PerHead ? n_heads : gate == OutputGate::PerNumber ? n_q() : 0; }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
-    KvSizes state_sizes() const { return {n_kv_heads, head_dim, window}; }
+    bool has_keys() const { return kv_of < 0; }
+    bool has_values() const { return has_keys() && !keys_are_values; }
+    KvSizes state_sizes() const { return {n_kv_heads, head_dim, window, 0, kv_of}; }
 };
 
 // Latent attention. n_q_latent: 0 for queries of one matrix. rope: an index in DecoderConfig.
@@ -107,6 +113,20 @@ struct ExpertsConfig {
     int n_groups = 1, n_used_groups = 1;
     Activation activation = Activation::Silu;
     int n_ff_shared = 0;
+    float router_scale = 1;
+    bool own_inputs = false;  // the router and the shared network read x with norms of their own
+};
+
+// What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.
+struct LayerEndConfig {
+    int n_inputs = 0;
+    Activation activation = Activation::GeluTanh;
+};
+
+// What layers have of their own for each token: n_inputs numbers each, 0 for none.
+struct LayerInputsConfig {
+    int n_inputs = 0;
+    float projection_scale = 1, table_scale = 1;
 };
 
 using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, LatentConfig>;
@@ -114,6 +134,7 @@ using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfi
 struct LayerConfig {
     MixerConfig mixer;
     std::variant<DenseConfig, ExpertsConfig> ffn;
+    std::optional<LayerEndConfig> end = std::nullopt;
 
     LayerSizes state_sizes() const {
         return std::visit([](const auto& block) -> LayerSizes { return block.state_sizes(); }, mixer);
@@ -164,6 +185,7 @@ struct DecoderConfig {
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
     bool embedding_norm = false;  // of the scaled embeddings, without weights
     InputSizes inputs = {};
+    LayerInputsConfig layer_inputs = {};
 
     int n_layers() const { return static_cast<int>(layers.size()); }
 
@@ -200,6 +222,7 @@ struct DecoderConfig {
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;
     }
+    int n_layer_inputs() const { return n_layers() * layer_inputs.n_inputs; }
     bool has_experts() const {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
     }

@@ -31,6 +31,8 @@ def segments_of(
     for number, layer in enumerate(spec.layers):
         if not isinstance(layer.mixer, Attention):
             return None
+        if layer.mixer.kv_of is not None:
+            continue
         layers.setdefault(layer.mixer.window or 0, []).append(number)
         rope = layer.mixer.rope
         turned.append(rope is not None and rope.long is not None and session.n_ctx > rope.long.n_ctx)

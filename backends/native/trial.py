@@ -34,7 +34,7 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse
-from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
+from edgeinfer.models import Attention, Dense, Experts, Layer, LayerEnd, ModelSpec, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
 
@@ -183,13 +183,23 @@ def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> ModelSp
     n_layers = spec.n_layers
     each = weight_bytes(model, spec, bits)[0] / n_layers
     n = min(n_layers, max(1, math.ceil(_LAYER_BYTES / max(1.0, each))))
-    layers = tuple(_without_experts(spec.layers[i * n_layers // n]) for i in range(n))
-    trial = replace(spec, n_layers=n, layers=layers)
+    layers = tuple(_alone(_without_experts(spec.layers[i * n_layers // n])) for i in range(n))
+    trial = replace(spec, n_layers=n, layers=layers, layer_inputs=None)
     if isinstance(spec.output, str) and model.tensors[spec.output].type != GGMLType.I2_S:
         row_bytes = model.tensors[spec.output].n_bytes / spec.n_logits
         rows = min(spec.n_logits, 16 * math.ceil(_OUTPUT_BYTES / row_bytes / 16))
         trial = replace(trial, output=TensorRows(spec.output, 0, rows), n_logits=rows)
     return replace(trial, n_vocab=trial.n_logits)
+
+
+def _alone(layer: Layer) -> Layer:
+    """A layer that needs no other one: with its own keys, and without what all layers have for each token."""
+    mixer, end = layer.mixer, layer.end
+    if isinstance(mixer, Attention):
+        mixer = replace(mixer, kv_of=None)
+    if end is not None:
+        end = LayerEnd(end.n_embd, scale=end.scale) if end.scale else None
+    return replace(layer, mixer=mixer, end=end)
 
 
 def _without_experts(layer: Layer) -> Layer:
@@ -235,9 +245,9 @@ def _narrow(spec: ModelSpec, blocks: Sequence[Attention]) -> ModelSpec:
     """Layers with the attention of this model, but next to no weights."""
     few = []
     for block in blocks:
-        attention: Attention = replace(block, n_embd=_NARROW, n_in=_NARROW, window=None)
+        attention: Attention = replace(block, n_embd=_NARROW, n_in=_NARROW, window=None, kv_of=None)
         few.append(Layer(attention, Dense(_NARROW, _NARROW, "", "", "", norm="")))
-    made = replace(spec, layers=tuple(few), output="", output_norm="", token_embd="")
+    made = replace(spec, layers=tuple(few), output="", output_norm="", token_embd="", layer_inputs=None)
     return replace(made, n_layers=len(few), n_vocab=_NARROW, n_embd=_NARROW, n_logits=_NARROW)
 
 

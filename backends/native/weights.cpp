@@ -143,14 +143,25 @@ const float* Weights::required_vector(const std::string& name, int n) const {
     return found;
 }
 
+namespace {
+
+const Embedding& checked(const Embedding* found, const char* name, int n_vocab, int n_embd) {
+    if (!found) refuse_missing(name);
+    if (found->n_vocab() != n_vocab || found->n_embd() != n_embd) {
+        refuse_shape(name, shape_of(n_vocab, n_embd), shape_of(found->n_vocab(), found->n_embd()));
+    }
+    return *found;
+}
+
+}  // namespace
+
 const Embedding& Weights::embedding(int n_vocab, int n_embd) const {
     if (!embedding_ && parent_) return parent_->embedding(n_vocab, n_embd);
-    if (!embedding_) refuse_missing("token_embd");
-    const Embedding& found = *embedding_;
-    if (found.n_vocab() != n_vocab || found.n_embd() != n_embd) {
-        refuse_shape("token_embd", shape_of(n_vocab, n_embd), shape_of(found.n_vocab(), found.n_embd()));
-    }
-    return found;
+    return checked(embedding_.get(), "token_embd", n_vocab, n_embd);
+}
+
+const Embedding& Weights::layer_table(int n_vocab, int n_all) const {
+    return checked(layer_table_.get(), "the table of the layers' inputs", n_vocab, n_all);
 }
 
 void Weights::check_inputs(const InputSizes& sizes) const {

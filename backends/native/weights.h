@@ -38,6 +38,8 @@ public:
     // source: null for what is mapped.
     void set_vector(const std::string& name, const float* source, int n);
     void set_embedding(std::unique_ptr<const Embedding> embedding) { embedding_ = std::move(embedding); }
+    // The rows that have a part for each layer.
+    void set_layer_table(std::unique_ptr<const Embedding> table) { layer_table_ = std::move(table); }
 
     // A weight of that size. Throws std::invalid_argument where it is missing or has another one. vector gives null
     // where it is missing.
@@ -47,6 +49,7 @@ public:
     // The matrix called "output" and the embeddings, the parent's where they are missing here.
     const Matrix& output(int n_out, int n_in) const;
     const Embedding& embedding(int n_vocab, int n_embd) const;
+    const Embedding& layer_table(int n_vocab, int n_all) const;
     // A matrix of any size that is here.
     const Matrix& own_matrix(const std::string& name) const;
     // Calls visit(name, matrix) for each matrix that is here.
@@ -95,7 +98,7 @@ private:
     std::map<std::string, Matrix> matrices_;
     std::map<std::string, Vector> vectors_;
     mutable std::map<std::string, bool> used_;
-    std::unique_ptr<const Embedding> embedding_;
+    std::unique_ptr<const Embedding> embedding_, layer_table_;
     std::shared_ptr<ProductDevice> device_;
     std::unique_ptr<MappedBytes> mapping_;
 };

@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """Where a decoder finds the rows of the embedding matrix."""
+    """Where a decoder finds the rows of the embedding matrix, or of the table that has a part for each layer."""
 
     info: TensorInfo
     # "output", the packed output matrix, which is the same tensor; "file", from which a pass reads the rows of its
@@ -131,23 +131,33 @@ def embedding_of(
     return EmbeddingRows(info, "memory" if is_held or model.makes(info.name) else "file")
 
 
+def layer_table_of(model: ModelFile, spec: ModelSpec, is_held: bool = False) -> EmbeddingRows | None:
+    """Where the rows of the table of LayerInputs are found; None without. Never packed. Raises UnsupportedModel."""
+    if spec.layer_inputs is None:
+        return None
+    info = _info(model, spec.layer_inputs.table)
+    if info.type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{model.path}: tensor {info.name} is I2_S, whose rows cannot be read one by one")
+    return EmbeddingRows(info, "memory" if is_held or model.makes(info.name) else "file")
+
+
 def _has_all_rows(part: Part, info: TensorInfo) -> bool:
     """Whether the output matrix is this tensor, packed without rounding."""
     is_same = (part.block, part.role, part.name, part.shape) == ("", "output", info.name, info.shape)
     return is_same and part.packed_as in (info.type, BASE_THREE.get(info.type))
 
 
-def set_embedding(weights: _core.Weights, model: ModelFile, rows: EmbeddingRows) -> None:
-    """Tell packed weights where they find the rows. Raises ModelFileError."""
+def set_embedding(weights: _core.Weights, model: ModelFile, rows: EmbeddingRows, of_layers: bool = False) -> None:
+    """Tell packed weights where they find the rows. of_layers: those of LayerInputs. Raises ModelFileError."""
     info = rows.info
     n_vocab, n_embd = info.shape
     if rows.place == "output":
         weights.set_embedding_of_matrix("", "output")
     elif rows.place == "memory":
-        weights.set_embedding(int(info.type), n_vocab, n_embd, _copied(model, info))
+        weights.set_embedding(int(info.type), n_vocab, n_embd, _copied(model, info), of_layers)
     else:
         path, descriptor = str(model.paths[info.part]), model.descriptor(info.part)
-        weights.set_embedding_of_file(int(info.type), n_vocab, n_embd, descriptor, path, info.offset)
+        weights.set_embedding_of_file(int(info.type), n_vocab, n_embd, descriptor, path, info.offset, of_layers)
 
 
 def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:

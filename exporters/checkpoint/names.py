@@ -19,7 +19,10 @@ _FRONTS = (
     "model.",
     "",
 )
-_INNER = re.compile(r"(embed_tokens|layers\.\d+|norm|embedding_norm)\..+")
+_INNER = re.compile(
+    r"(embed_tokens|layers\.\d+|norm|embedding_norm|embed_tokens_per_layer|per_layer_model_projection|"
+    r"per_layer_projection_norm)\..+"
+)
 _OTHER_PARTS = re.compile(r"(^|\.)(vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)")
 _OUTER = re.compile(r"(?:.*\.)?(lm_head\..+)")
 

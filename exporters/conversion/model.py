@@ -77,6 +77,8 @@ class Model:
         if names is None:
             return 0
         key = next((key for key in names.count if key in self.config), names.count[0])
+        if names.may_lack and self.config.get(key) is None:
+            return 0
         return self.config.integer(key, most=MOST_EXPERTS)
 
     @cached_property

@@ -60,6 +60,8 @@ class ExpertNames:
     # more, optional: further tensors of a layer with experts, as in Recipe
     more: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
+    joined: bool = False  # whether gate and up stay one tensor, where the checkpoint has them so
+    may_lack: bool = False  # whether the count is missing, or null, in models without any
 
 
 def _no_keys(model: Model) -> Keys:

@@ -25,6 +25,7 @@ _OF_KIND = {
     "dynamic": {"factor", "alpha", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "attention_factor", "attn_factor", "extrapolation_factor"}
     | {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "llama_4_scaling_beta"},
+    "proportional": set(),
     "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "long_factor", "short_factor"}
     | {"long_mscale", "short_mscale"},

@@ -83,6 +83,9 @@ def _experts(model: Model, layer: int) -> list[SourceTensor]:
     assert names is not None
     module, ours = model.blocks[layer] + names.module, f"blk.{layer}.ffn_{{}}_exps.weight"
     if f"{module}.gate_up_proj" in model:
+        if names.joined:
+            roles = {"gate_up": "gate_up_proj", "down": "down_proj"}
+            return [replace(model.take(f"{module}.{of}"), name=ours.format(role)) for role, of in roles.items()]
         return _joined_experts(model, f"{module}.gate_up_proj", f"{module}.down_proj", ours)
     found = []
     for theirs, kind in names.matrices.items():

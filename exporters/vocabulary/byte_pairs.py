@@ -10,6 +10,7 @@ from edgeinfer.exporters.vocabulary.entries import (
     BYTE_TEXT,
     NORMAL,
     UNKNOWN,
+    USER_DEFINED,
     AddedToken,
     Draft,
     Entries,
@@ -18,6 +19,11 @@ from edgeinfer.exporters.vocabulary.probes import probes
 from edgeinfer.exporters.vocabulary.tokenizer_file import TokenizerFile
 from edgeinfer.models.gguf import MetadataValue
 from edgeinfer.models.tokenizer import PRE_TOKENIZERS, cut, keeps_tokens
+
+# Of Gemma 4: always shown, so that thoughts and calls of tools can be read.
+_SHOWN = frozenset(
+    ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
+)
 
 
 def byte_level(file: TokenizerFile, n_rows: int, pre: str | None = None) -> Draft:
@@ -52,6 +58,24 @@ def with_byte_fallback(file: TokenizerFile, n_rows: int) -> Draft:
             entries.types[id] = BYTE
     keys: dict[str, MetadataValue] = {"model": "llama", "pre": "default", "add_space_prefix": _adds_space(file)}
     return Draft(entries, keys, scored=True, roles=roles)
+
+
+def space_marked(file: TokenizerFile, n_rows: int) -> Draft:
+    """The same with its merges, as GGUF has the vocabulary of Gemma 4. Raises UnsupportedModel, ModelFileError."""
+    entries = _entries(file, file.added, n_rows)
+    merges = [" ".join(pair) for pair in file.merges]
+    if any(merge.count(" ") != 1 for merge in merges):
+        file.refuse("must have merges of tokens without spaces: found others")
+    unknown, roles = file.model.get("unk_token"), {}
+    for id, text in entries.texts.items():
+        if text in _SHOWN:
+            entries.types[id] = USER_DEFINED
+        elif text == unknown:
+            entries.types[id], roles["unknown"] = UNKNOWN, id
+        elif entries.types[id] == NORMAL and BYTE_TEXT.fullmatch(text):
+            entries.types[id] = BYTE
+    keys: dict[str, MetadataValue] = {"model": "gemma4", "merges": merges, "add_space_prefix": False}
+    return Draft(entries, keys, scored=False, roles=roles)
 
 
 def _entries(file: TokenizerFile, added: Iterable[AddedToken], n_rows: int) -> Entries:

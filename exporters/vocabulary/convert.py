@@ -9,7 +9,7 @@ from edgeinfer.common.errors import ModelFileError, UnsupportedModel
 from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.checkpoint.generation import read_generation
 from edgeinfer.exporters.vocabulary import tokenizer_file
-from edgeinfer.exporters.vocabulary.byte_pairs import byte_level, with_byte_fallback
+from edgeinfer.exporters.vocabulary.byte_pairs import byte_level, space_marked, with_byte_fallback
 from edgeinfer.exporters.vocabulary.chat_templates import chat_templates
 from edgeinfer.exporters.vocabulary.comparison import first_difference, tokenizer_of, warn_of_special_tokens
 from edgeinfer.exporters.vocabulary.entries import AddedToken, Draft, by_text
@@ -31,7 +31,7 @@ _OTHERS = {  # files that are not read, and why
 def read_vocabulary(folder: Folder, config: Config, n_rows: int, pre: str | None = None) -> Keys:
     """The keys tokenizer.* of a checkpoint's folder, with a token for each of the n_rows embeddings.
 
-    config: of the language model, for the ids of begin and ends.  pre: see byte_level.
+    config: of the language model, for the ids of begin and ends.  pre: see byte_level; "gemma4" is Gemma 4's kind.
     Raises UnsupportedModel, ModelFileError.
     """
     settings = folder.optional_json("tokenizer_config.json")
@@ -40,6 +40,8 @@ def read_vocabulary(folder: Folder, config: Config, n_rows: int, pre: str | None
     file = TokenizerFile(folder)
     if file.model_type != "BPE":
         file.refuse(f"must have a model of type BPE: found {file.model_type!r:.80}")
+    if file.falls_back and pre == "gemma4":
+        return _finished(space_marked(file, n_rows), folder, settings, config, n_rows, file)
     if file.falls_back:
         if _MODEL in folder:  # has the scores themselves, if it is of the same version of the vocabulary
             try:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from parts import missing
 from tiny_gated import GATED_ARCHITECTURES, GatedArchitecture, write_tiny_gated
+from tiny_gemma4 import GEMMA4_VARIANTS, Gemma4Variant, write_tiny_gemma4
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
 from tiny_latents import write_tiny_latents
 
@@ -61,6 +62,15 @@ def test_latent_attention_is_refused_by_its_name(backend: str, tmp_path: Path) -
 def test_gates_of_their_own_are_refused_by_name(backend: str, architecture: GatedArchitecture, tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_gated(tmp_path / "m.gguf", architecture)) as file:
         with pytest.raises(UnsupportedModel, match=r"m\.gguf: layers\.0\.mixer has output_gate, which the "):
+            CHECKS[backend](file, read_spec(file))
+
+
+@pytest.mark.parametrize("variant", GEMMA4_VARIANTS)
+@pytest.mark.parametrize("backend", CHECKS)
+def test_gemma_4_is_refused_by_name(backend: str, variant: Gemma4Variant, tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_gemma4(tmp_path / "m.gguf", variant)) as file:
+        names = r"layers\.0\.mixer has normed_values|layer_inputs is a block LayerInputs|layers\.0\.ffn is a block"
+        with pytest.raises(UnsupportedModel, match=rf"m\.gguf: ({names}), which the "):
             CHECKS[backend](file, read_spec(file))
 
 

@@ -107,9 +107,10 @@ class Skipping(ReferenceModel):
         rows: NDArray[np.int32],
         taps: tuple[int, ...],
         inputs: Floats | None = None,
+        of_layers: Floats | None = None,
     ) -> tuple[Floats, Floats]:
         if self.kept is None:
-            return super().run_layers(x, text, links, rows, taps, inputs)
+            return super().run_layers(x, text, links, rows, taps, inputs, of_layers)
         spec, paths = self.spec, visible_slots(links, text.n_past)
         for index in self.kept:
             layer = spec.layers[index]

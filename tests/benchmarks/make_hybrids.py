@@ -1,10 +1,11 @@
-"""Random models with recurrent layers, for benchmarks: of the shapes of released ones, or with fewer layers.
+"""Random models with recurrent layers, and of Gemma 4, for benchmarks: of the shapes of released ones, or of fewer layers.
 
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.5-0.8b
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8
 
 --like names the sizes: `qwen3.5-0.8b` and `qwen3.5-4b` are dense with gated delta nets, `qwen3.6-35b-a3b` has experts,
-`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. The sizes are those of the
+`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `gemma4-e2b`, `gemma4-e4b` and
+`gemma4-26b-a4b` are in gemma4_shapes.py; their matrices with short rows are in Q8_0. The sizes are those of the
 released configurations, the vocabulary that of --vocabulary, by default of the default model, and smaller than theirs.
 Weights are random, of mean zero, in Q4_K and, in the output matrix, Q6_K; the same flags give the same bytes. So the
 figures of passes are those of the shapes, but the texts say nothing. It writes tensor by tensor. One JSON line on
@@ -21,7 +22,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gemma4_shapes
 import numpy as np
+from gemma4_shapes import Gemma4Shape
 from make_experts import Late, Tensor, add_vocabulary
 
 from edgeinfer.loading.open import default_model
@@ -74,7 +77,8 @@ class HybridShape:
         return self.experts > 0 and layer >= self.n_dense
 
 
-SHAPES = {
+SHAPES: dict[str, HybridShape | Gemma4Shape] = {
+    **gemma4_shapes.SHAPES,
     "qwen3.5-0.8b": HybridShape("qwen35", 24, 1024, 3584, 8, 2, 256, n_key_heads=16, n_value_heads=16),
     "qwen3.5-4b": HybridShape("qwen35", 32, 2560, 9216, 16, 4, 256, n_key_heads=16, n_value_heads=32),
     "qwen3.6-35b-a3b": HybridShape(
@@ -170,8 +174,10 @@ def layer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
         yield Tensor(f"{block}exp_probs_b.bias", (shape.experts,), "f32", 0.1)
 
 
-def model_tensors(shape: HybridShape, n_vocab: int) -> list[Tensor]:
+def model_tensors(shape: HybridShape | Gemma4Shape, n_vocab: int) -> list[Tensor]:
     """All of a model, in the order of the file. Embeddings are the output matrix, as in the smaller ones."""
+    if isinstance(shape, Gemma4Shape):
+        return gemma4_shapes.model_tensors(shape, n_vocab)
     norm = "token_embd_norm" if shape.is_lfm2 else "output_norm"
     return [
         Tensor("token_embd.weight", (n_vocab, shape.n_embd), "q6_k", 1.0),
@@ -227,7 +233,7 @@ def keys_of(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]
             yield "expert_gating_func", 2
 
 
-def write_model(path: Path, shape: HybridShape, vocabulary: Path) -> int:
+def write_model(path: Path, shape: HybridShape | Gemma4Shape, vocabulary: Path) -> int:
     """Bytes of the file."""
     source = gguf.GGUFReader(vocabulary)
     n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
@@ -235,7 +241,7 @@ def write_model(path: Path, shape: HybridShape, vocabulary: Path) -> int:
     writer = gguf.GGUFWriter(path, shape.arch)
     writer.add_name(f"random {shape.arch}, {shape.layers} layers")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
-    for key, value in keys_of(shape):
+    for key, value in gemma4_shapes.keys_of(shape) if isinstance(shape, Gemma4Shape) else keys_of(shape):
         name = f"{shape.arch}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)

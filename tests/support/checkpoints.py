@@ -89,6 +89,28 @@ def sentence_piece(folder: Path) -> tokenizers.Tokenizer:
     return made
 
 
+def gemma4_vocabulary(folder: Path) -> tokenizers.Tokenizer:
+    """As Gemma 4's: merges of characters with "▁" for spaces, lines apart, runs of line ends as tokens."""
+    words = "▁the ▁of ▁and ▁to er in on en re at es or ▁a ▁s ▁th ▁de he th nd qu ick lazy ▁do ing is".split()
+    pieces = sorted({char for text in (*TEXTS[:3], *words) for char in text.replace(" ", "▁")} - {"你", "🙂"})
+    scored = [word for word in words if word not in pieces]
+    marks = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>"]
+    marks += ["<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokens = [*marks, *byte_tokens, "\n", "\n\n", "\n\n\n", *scored, *(each for each in pieces if each != "\n")]
+    ids = {token: id for id, token in enumerate(tokens)}
+    cuts = [(token[:at], token[at:]) for token in scored for at in range(1, len(token))]
+    merges = [("\n", "\n"), ("\n\n", "\n"), *(pair for pair in cuts if pair[0] in ids and pair[1] in ids)]
+    made = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(marks)
+    made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    made.save(str(folder / "tokenizer.json"))
+    return made
+
+
 def write_packed_llama(
     folder: Path, rng: np.random.Generator, tables: tuple[str, ...] = ("model.embed_tokens", "lm_head")
 ) -> None:

@@ -169,6 +169,54 @@ def gemma(with_qk_norms: bool) -> Callable[[dict[str, Any]], Shapes]:
     return lambda config: model(config, lambda _: attention(config, norms=with_qk_norms) | norms(*four) | network())
 
 
+def gemma4(config: dict[str, Any]) -> Shapes:
+    config = {**config, **config.get("text_config", {})}
+    front = "model.language_model." if "text_config" in config else "model."
+    n_layers, n_inputs = config["num_hidden_layers"], config["hidden_size_per_layer_input"]
+    n_own = n_layers - config["num_kv_shared_layers"]
+    overridden = config.get("per_layer_config", {})
+
+    def layer(n: int) -> Shapes:
+        is_full = config["layer_types"][n] == FULL
+        own = overridden.get(str(n), {})
+        head_dim = own.get("head_dim", config.get("global_head_dim")) if is_full else HEAD_DIM
+        n_kv_heads = own.get("num_key_value_heads", config.get("num_global_key_value_heads") or KV_HEADS)
+        n_kv = (n_kv_heads if is_full else KV_HEADS) * head_dim
+        four = ("input_layernorm", "post_attention_layernorm")
+        four += ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+        found = norms(*four) | {
+            "layer_scalar": (1,),
+            "self_attn.q_proj.weight": (HEADS * head_dim, N_EMBD),
+            "self_attn.q_norm.weight": (head_dim,),
+            "self_attn.o_proj.weight": (N_EMBD, HEADS * head_dim),
+        }
+        if n < n_own:
+            found |= {"self_attn.k_proj.weight": (n_kv, N_EMBD), "self_attn.k_norm.weight": (head_dim,)}
+            if not (is_full and config["attention_k_eq_v"]):
+                found["self_attn.v_proj.weight"] = (n_kv, N_EMBD)
+        if n_inputs:
+            found |= {
+                "per_layer_input_gate.weight": (n_inputs, N_EMBD),
+                "per_layer_projection.weight": (N_EMBD, n_inputs),
+                **norms("post_per_layer_input_norm"),
+            }
+        if config.get("enable_moe_block"):
+            found |= norms(
+                "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"
+            )
+            found |= router("router.proj") | {"router.scale": (N_EMBD,), "router.per_expert_scale": (N_EXPERTS,)}
+            found["experts.gate_up_proj"] = (N_EXPERTS, 2 * N_FF_EXPERT, N_EMBD)
+            found["experts.down_proj"] = (N_EXPERTS, N_EMBD, N_FF_EXPERT)
+        return found | network(n_ff=N_FF * (1 + (config["use_double_wide_mlp"] and n >= n_own)))
+
+    found = {name.replace("model.", front, 1): shape for name, shape in model(config, layer).items()}
+    if n_inputs:
+        found[f"{front}embed_tokens_per_layer.weight"] = (config["vocab_size_per_layer_input"], n_layers * n_inputs)
+        found[f"{front}per_layer_model_projection.weight"] = (n_layers * n_inputs, N_EMBD)
+        found[f"{front}per_layer_projection_norm.weight"] = (n_inputs,)
+    return found
+
+
 def phi3(config: dict[str, Any]) -> Shapes:
     layer: Shapes = {
         "self_attn.qkv_proj.weight": ((HEADS + 2 * KV_HEADS) * N_EMBD // HEADS, N_EMBD),
@@ -379,6 +427,17 @@ GEMMA = {
     **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
 }
 WINDOW, FULL = "sliding_attention", "full_attention"
+GEMMA4 = {
+    **{key: value for key, value in GEMMA.items() if key != "query_pre_attn_scalar"},
+    **{"num_hidden_layers": 6, "layer_types": [WINDOW, WINDOW, FULL] * 2, "global_head_dim": 16},
+    **{"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": N_VOCAB, "num_kv_shared_layers": 0},
+    **{"attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_double_wide_mlp": False},
+    **{"final_logit_softcapping": 2.0, "enable_moe_block": False, "num_experts": None, "top_k_experts": None},
+    "rope_parameters": {
+        WINDOW: {"rope_type": "default", "rope_theta": 100.0},
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
+    },
+}
 QWEN_HYBRID = {
     **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 3 + [FULL]},
     # three value heads for each key head, so that their order shows
@@ -559,6 +618,23 @@ CASES = {
         },
         ernie,
     ),
+    "gemma4": Case("Gemma4ForCausalLM", "gemma4_text", GEMMA4, gemma4),
+    "gemma4_small": Case(
+        *("Gemma4ForCausalLM", "gemma4_text"),
+        {
+            **{**GEMMA4, "attention_k_eq_v": False, "num_global_key_value_heads": None, "num_kv_shared_layers": 3},
+            **{"hidden_size_per_layer_input": 16, "use_double_wide_mlp": True},
+        },
+        gemma4,
+    ),
+    "gemma4_experts": Case(
+        *("Gemma4ForCausalLM", "gemma4_text"),
+        {
+            **{**GEMMA4, "enable_moe_block": True, "num_experts": N_EXPERTS, "top_k_experts": 2},
+            "moe_intermediate_size": N_FF_EXPERT,
+        },
+        gemma4,
+    ),
     "qwen35": Case(
         *("Qwen3_5ForCausalLM", "qwen3_5_text", {**QWEN_HYBRID, "output_gate_type": "swish"}),
         qwen_hybrid(delta_net),
@@ -693,6 +769,10 @@ VARIED = {
     ),
     "laguna_sees_all": _varied("laguna", layer_types=[FULL] * 4),
     "deepseek2_yarn": _varied("deepseek2", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "gemma4_saved_again": _varied(
+        *("gemma4", "global_head_dim", "num_global_key_value_heads"),
+        per_layer_config={str(layer): {"head_dim": 16, "num_key_value_heads": 1} for layer in (2, 5)},
+    ),
     "lfm2_indices": _varied("lfm2", "layer_types", full_attn_idxs=[1]),
     "lfm2_as_it_is": _varied("lfm2", "block_ff_dim", block_auto_adjust_ff_dim=False, tie_word_embeddings=False),
     "ernie4_5_moe_steps": _varied("ernie4_5_moe", num_hidden_layers=4, moe_layer_interval=2, moe_layer_end_index=3),

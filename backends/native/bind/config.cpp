@@ -35,7 +35,8 @@ void init_dense(DenseConfig* dense, int n_ff, Activation activation, float post_
 
 void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
                   bool is_normalised, float weight_scale, int n_groups, int n_used_groups, Activation activation,
-                  int n_ff_shared) {
+                  int n_ff_shared, float router_scale, bool own_inputs) {
+    if (own_inputs && n_ff_shared < 1) throw nb::value_error("own_inputs are those of a shared network too");
     if (n_ff < 1 || n_ff_shared < 0 || n_used < 1 || n_used > n_experts || n_used > kMostUsed) {
         throw nb::value_error("sizes must be positive, and n_used at most n_experts and 64");
     }
@@ -43,13 +44,14 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
         n_used_groups > n_groups || n_used > n_used_groups * (n_experts / n_groups)) {
         throw nb::value_error("the experts must be cut into groups of one size, and those in use hold n_used");
     }
-    new (experts) ExpertsConfig{n_ff,         n_experts, n_used,        router_function, is_normalised,
-                                weight_scale, n_groups,  n_used_groups, activation,      n_ff_shared};
+    new (experts) ExpertsConfig{n_ff,     n_experts,     n_used,     router_function, is_normalised, weight_scale,
+                                n_groups, n_used_groups, activation, n_ff_shared,     router_scale,  own_inputs};
 }
 
 void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
                     int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias, OutputGate gate,
-                    bool gate_is_softplus, float post_norm_epsilon) {
+                    bool gate_is_softplus, float post_norm_epsilon, bool normed_values, bool keys_are_values,
+                    int kv_of) {
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
@@ -58,9 +60,12 @@ void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_
     if (gate == OutputGate::InQ && qk_norm == QKNorm::Whole)
         throw nb::value_error("gates come with queries that are normed by head");
     if (post_norm_epsilon < 0) throw nb::value_error("post_norm_epsilon must not be negative");
-    new (attention) AttentionConfig{n_in,         n_heads,          n_kv_heads,       head_dim, rope,
-                                    query_scales, window,           soft_cap,         qk_norm,  key_bias,
-                                    gate,         gate_is_softplus, post_norm_epsilon};
+    if (kv_of < -1 || (kv_of >= 0 && (qk_norm == QKNorm::Whole || key_bias)))
+        throw nb::value_error("keys of another layer have no norm over all heads and no bias");
+    new (attention) AttentionConfig{n_in,         n_heads,          n_kv_heads,        head_dim,      rope,
+                                    query_scales, window,           soft_cap,          qk_norm,       key_bias,
+                                    gate,         gate_is_softplus, post_norm_epsilon, normed_values, keys_are_values,
+                                    kv_of};
 }
 
 void init_latents(LatentConfig* latents, int n_heads, int n_plain, int n_turned, int n_latent, int n_value,
@@ -96,14 +101,31 @@ void check_rope(const DecoderConfig& config, int number, int head_dim) {
     }
 }
 
-void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn) {
-    const LayerConfig layer{mixer, ffn};
-    if (layer.attention()) check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
+// Keys and values of another layer are those of one before it, of the same sizes.
+void check_kv_of(const DecoderConfig& config, const AttentionConfig& attention) {
+    if (attention.kv_of < 0) return;
+    const size_t of = static_cast<size_t>(attention.kv_of);
+    const AttentionConfig* other = of < config.layers.size() ? config.layers[of].attention() : nullptr;
+    KvSizes own = attention.state_sizes();
+    own.of = -1;
+    if (!other || other->state_sizes() != own)
+        throw nb::value_error("kv_of must be a layer before it of the same sizes");
+}
+
+void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn,
+               std::optional<LayerEndConfig> end) {
+    const LayerConfig layer{mixer, ffn, end};
+    if (layer.attention()) {
+        check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
+        check_kv_of(config, *layer.attention());
+    }
     if (layer.latent_attention()) {
         const LatentConfig& latents = *layer.latent_attention();
         if (latents.rope < 0) throw nb::value_error("latent attention has a rope");
         check_rope(config, latents.rope, latents.n_turned);
     }
+    if (end && end->n_inputs != 0 && end->n_inputs != config.layer_inputs.n_inputs)
+        throw nb::value_error("the end of a layer has as many inputs as the layers have");
     if (layer.short_conv() && layer.short_conv()->n_channels != config.n_embd)
         throw nb::value_error("a short convolution has a channel for each number of the residual stream");
     config.layers.push_back(layer);
@@ -335,7 +357,8 @@ void bind_blocks(nb::module_& m) {
     nb::class_<AttentionConfig>(m, "AttentionConfig", "Attention; see edgeinfer.models.Attention.")
         .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
              "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "gate"_a = OutputGate::None,
-             "gate_is_softplus"_a = false, "post_norm_epsilon"_a = 0.0f);
+             "gate_is_softplus"_a = false, "post_norm_epsilon"_a = 0.0f, "normed_values"_a = false,
+             "keys_are_values"_a = false, "kv_of"_a = -1);
     nb::class_<DeltaNetConfig>(m, "DeltaNetConfig", "A gated delta net; see edgeinfer.models.GatedDeltaNet.")
         .def("__init__", &init_delta_net, nb::kw_only(), "n_key_heads"_a, "n_value_heads"_a, "head_dim"_a, "n_conv"_a,
              "modulo"_a, "joint_steps"_a);
@@ -351,7 +374,16 @@ void bind_blocks(nb::module_& m) {
         .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a, "post_norm_epsilon"_a = 0.0f);
     nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
         .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
-             "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a);
+             "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a,
+             "router_scale"_a = 1.0f, "own_inputs"_a = false);
+    nb::class_<LayerEndConfig>(m, "LayerEndConfig", "What ends a layer; see edgeinfer.models.LayerEnd.")
+        .def(
+            "__init__",
+            [](LayerEndConfig* end, int n_inputs, Activation activation) {
+                if (n_inputs < 0 || n_inputs % 16) throw nb::value_error("n_inputs must be a multiple of 16");
+                new (end) LayerEndConfig{n_inputs, activation};
+            },
+            nb::kw_only(), "n_inputs"_a, "activation"_a);
 }
 
 }  // namespace
@@ -372,7 +404,16 @@ void bind_config(nb::module_& m) {
         .def("add_rope", &add_rope, "halves"_a, "frequencies"_a, "magnitude"_a,
              "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
-        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a)
+        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a, "end"_a = nb::none())
+        .def(
+            "set_layer_inputs",
+            [](DecoderConfig& config, int n_inputs, float projection_scale, float table_scale) {
+                if (n_inputs < 16 || n_inputs % 16 || !config.layers.empty())
+                    throw nb::value_error("n_inputs must be a multiple of 16, and is set before there are layers");
+                config.layer_inputs = {n_inputs, projection_scale, table_scale};
+            },
+            "n_inputs"_a, "projection_scale"_a, "table_scale"_a,
+            "What each layer has for each token; see edgeinfer.models.LayerInputs.")
         .def(
             "add_inputs",
             [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },

@@ -60,19 +60,25 @@ StoredRows stored_rows(int ggml_type, int n_vocab, int n_embd) {
     return {format, matrix_source_bytes(ggml_type, 1, n_embd)};
 }
 
-void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Bytes source) {
+// The embeddings, or the table that has a part for each layer.
+void set_rows(Weights& weights, std::unique_ptr<const Embedding> rows, bool of_layers) {
+    of_layers ? weights.set_layer_table(std::move(rows)) : weights.set_embedding(std::move(rows));
+}
+
+void set_embedding(Weights& weights, int ggml_type, int n_vocab, int n_embd, Bytes source, bool of_layers) {
     const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
     if (source.size() != rows.row_bytes * static_cast<size_t>(n_vocab)) {
         throw nb::value_error("source has another size");
     }
-    weights.set_embedding(std::make_unique<RowsInMemory>(rows, source.data(), n_vocab, n_embd));
+    set_rows(weights, std::make_unique<RowsInMemory>(rows, source.data(), n_vocab, n_embd), of_layers);
 }
 
 void set_embedding_of_file(Weights& weights, int ggml_type, int n_vocab, int n_embd, int descriptor,
-                           const FileName& path, uint64_t offset) {
+                           const FileName& path, uint64_t offset, bool of_layers) {
     const StoredRows rows = stored_rows(ggml_type, n_vocab, n_embd);
     CachedFile file(descriptor, path.bytes);
-    weights.set_embedding(std::make_unique<RowsOfFile>(rows, std::move(file), path.bytes, offset, n_vocab, n_embd));
+    set_rows(weights, std::make_unique<RowsOfFile>(rows, std::move(file), path.bytes, offset, n_vocab, n_embd),
+             of_layers);
 }
 
 void set_embedding_of_matrix(Weights& weights, const std::string& block, const std::string& role) {
@@ -129,10 +135,11 @@ void bind_weights(nb::module_& m) {
              "scale"_a = 1.0f)
         .def("set_vector", &set_vector, "block"_a, "role"_a, "source"_a)
         .def("map_vector", &map_vector, "block"_a, "role"_a, "n"_a)
-        .def("set_embedding", &set_embedding, "ggml_type"_a, "n_vocab"_a, "n_embd"_a, "source"_a,
-             nb::keep_alive<1, 5>(), "Embeddings in memory, as GGUF stores them.")
+        .def("set_embedding", &set_embedding, "ggml_type"_a, "n_vocab"_a, "n_embd"_a, "source"_a, "of_layers"_a = false,
+             nb::keep_alive<1, 5>(),
+             "Embeddings in memory, as GGUF stores them. of_layers: those that have a part for each layer.")
         .def("set_embedding_of_file", &set_embedding_of_file, "ggml_type"_a, "n_vocab"_a, "n_embd"_a, "descriptor"_a,
-             "path"_a, "offset"_a,
+             "path"_a, "offset"_a, "of_layers"_a = false,
              "Embeddings that are read from a file, row by row. descriptor: of the open file, of which a copy is kept.")
         .def("set_embedding_of_matrix", &set_embedding_of_matrix, "block"_a, "role"_a,
              "Embeddings that are the rows of a packed matrix.")

@@ -46,6 +46,10 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
       router_bias_(weights.vector(name + ".router_bias", config_.n_experts)),
       selection_bias_(weights.vector(name + ".selection_bias", config_.n_experts)),
       shared_router_(weights.vector(name + ".shared_router", config.n_embd)),
+      router_norm_(config_.own_inputs ? weights.required_vector(name + ".router_norm", config.n_embd) : nullptr),
+      shared_norm_(config_.own_inputs ? weights.required_vector(name + ".shared_norm", config.n_embd) : nullptr),
+      routed_post_norm_(weights.vector(name + ".routed_post_norm", config.n_embd)),
+      shared_post_norm_(weights.vector(name + ".shared_post_norm", config.n_embd)),
       of_gate_(per_expert(weights, name + ".gate", config_.n_ff)),
       of_up_(per_expert(weights, name + ".up", config_.n_ff)),
       of_down_(per_expert(weights, name + ".down", config.n_embd)) {
@@ -56,7 +60,8 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
         shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
         shared_down_ = weights.matrix(name + ".shared_down", config.n_embd, n_ff);
     }
-    predictor_.add(index, {config_, router_, norm_, router_bias_, selection_bias_});
+    // Its router_scale is above 0 and changes no order.
+    predictor_.add(index, {config_, router_, router_norm_ ? router_norm_ : norm_, router_bias_, selection_bias_});
 }
 
 ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const std::string& name, int n) const {
@@ -85,16 +90,49 @@ const int32_t* ExpertsBlock::chosen(const Activations& b, int row) const {
 }
 
 void ExpertsBlock::run(const Pass& pass, int thread) const {
-    const Matrix& shared = config_.n_ff_shared ? shared_gate_ : router_;
-    const Matrix& shared_up = config_.n_ff_shared ? shared_up_ : router_;
+    const bool is_shared = config_.n_ff_shared && !config_.own_inputs;
+    const Matrix& router = config_.own_inputs ? experts_.parts[0] : router_;
+    const Matrix &shared = is_shared ? shared_gate_ : router, &shared_up = is_shared ? shared_up_ : router;
     const Inputs inputs = pass.normed_inputs(thread, norm_, nullptr, pass.n,
-                                             {&router_, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
-    score(pass, thread, inputs);
+                                             {&router, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
+    if (config_.own_inputs) norm_own_inputs(pass, thread);
+    score(pass, thread,
+          config_.own_inputs ? own_inputs(pass, pass.b.experts.router_x, pass.b.experts.router_inputs) : inputs);
     if (!pass.alone()) choose(pass, thread);
     if (pass.squares) record_inputs(pass, thread, inputs);
     pass.expert_device ? compute_with_device(pass, thread, inputs) : compute(pass, thread, inputs);
     if (pass.squares) record_inputs_of_down(pass, thread);
     combine(pass, thread, inputs);
+}
+
+Inputs ExpertsBlock::own_inputs(const Pass& pass, const float* x, const Inputs& in) const {
+    Inputs inputs = in;
+    inputs.n_in = pass.config.n_embd;
+    inputs.x = x;
+    inputs.ldx = pass.b.ld_embd;
+    return inputs;
+}
+
+// What the router and the shared network read, where that is not what the experts read.
+void ExpertsBlock::norm_own_inputs(const Pass& pass, int thread) const {
+    const ExpertRows& b = pass.b.experts;
+    const Inputs of_router = own_inputs(pass, b.router_x, b.router_inputs);
+    const Inputs of_shared = own_inputs(pass, b.shared_x, b.shared_gate_inputs);
+    pass.for_items(thread, 2 * pass.n, [&](int item) {
+        const int c = item / 2;
+        const size_t at = static_cast<size_t>(c) * pass.b.ld_embd;
+        const float* x = pass.b.x + at;
+        const int n_embd = pass.config.n_embd;
+        if (item % 2) {
+            pass.kernels.rms_norm(x, router_norm_, n_embd, pass.config.norm_epsilon, b.router_x + at);
+            prepare_inputs(pass.kernels, of_router, c, {&router_});
+        } else {
+            pass.kernels.rms_norm(x, shared_norm_, n_embd, pass.config.norm_epsilon, b.shared_x + at);
+            prepare_inputs(pass.kernels, of_shared, c, {&shared_gate_, &shared_up_});
+        }
+    });
+    pass.record(thread, of_router, pass.n, {&router_});
+    pass.record(thread, of_shared, pass.n, {&shared_gate_, &shared_up_});
 }
 
 void ExpertsBlock::record_inputs(const Pass& pass, int thread, const Inputs& inputs) const {
@@ -127,6 +165,10 @@ void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& inputs) con
         const int first = tasks.first(task), last = tasks.last(task);
         pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.next_data(router_, task), b.router,
                             b.ld_router);
+        for (int c = 0; config_.router_scale != 1.0f && c < pass.n; c++) {
+            float* z = b.router + static_cast<size_t>(c) * b.ld_router;
+            for (int i = first * kRows; i < std::min(router_.n_out, last * kRows); i++) z[i] *= config_.router_scale;
+        }
         add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
         if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < tasks.count()) return;
         choose_for(pass, thread, 0);
@@ -279,9 +321,10 @@ void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& t
         const size_t first = expert * static_cast<size_t>(config_.n_ff) + at;
         scale_and_add(y, n_numbers, of.scale ? of.scale + expert : nullptr, of.bias ? of.bias + first : nullptr);
     };
+    const Inputs read = is_shared && config_.own_inputs ? own_inputs(pass, b.shared_x, b.shared_gate_inputs) : inputs;
     for (int c = 0; c < work.n_rows; c += kTokensTogether) {
         const int n = std::min(kTokensTogether, work.n_rows - c);
-        const Inputs some = work.columns ? inputs.of(work.columns + c) : inputs.from(c);
+        const Inputs some = work.columns ? read.of(work.columns + c) : read.from(c);
         float* gates = (is_shared ? b.shared_gate : b.gate) + static_cast<size_t>(work.first_row + c) * ld + at;
         pass.kernels.matmul(gate, some, n, 0, n_groups, up.data, gates, ld);
         pass.kernels.matmul(up, some, n, 0, n_groups, nullptr, ups, ld_up);
@@ -346,6 +389,15 @@ void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) c
         }
         float* y = pass.b.own_h[static_cast<size_t>(thread)];
         pass.kernels.weighted_sum(outputs, b.weights + r * n_used, config_.n_used, pass.config.n_embd, y);
+        if (routed_post_norm_) {
+            clear_padding(y, pass.config.n_embd);
+            pass.kernels.rms_norm(y, routed_post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);
+        }
+        if (shared_post_norm_) {
+            float* shared = b.shared_out + r * ld;
+            clear_padding(shared, pass.config.n_embd);
+            pass.kernels.rms_norm(shared, shared_post_norm_, pass.config.n_embd, pass.config.norm_epsilon, shared);
+        }
         if (config_.n_ff_shared) pass.kernels.add_scaled(y, b.shared_out + r * ld, pass.config.n_embd, *shared_weight);
         clear_padding(y, pass.config.n_embd);
         if (post_norm_) pass.kernels.rms_norm(y, post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);

@@ -29,6 +29,8 @@ private:
 
     PerExpert per_expert(const Weights& weights, const std::string& name, int n) const;
     void check_layout(const std::string& name) const;
+    Inputs own_inputs(const Pass& pass, const float* x, const Inputs& in) const;
+    void norm_own_inputs(const Pass& pass, int thread) const;
     void score(const Pass& pass, int thread, const Inputs& inputs) const;
     void choose(const Pass& pass, int thread) const;
     void choose_for(const Pass& pass, int thread, int row) const;
@@ -55,5 +57,6 @@ private:
     ExpertLayer experts_;
     Matrix router_, shared_gate_, shared_up_, shared_down_;
     const float *norm_, *post_norm_, *router_bias_, *selection_bias_, *shared_router_;
+    const float *router_norm_, *shared_norm_, *routed_post_norm_, *shared_post_norm_;
     PerExpert of_gate_, of_up_, of_down_;
 };

@@ -77,10 +77,17 @@ LayerSizes kept_of(LayerSizes layer, const PoolSizes& sizes) {
     return layer;
 }
 
+// The layer whose keys and values a layer reads, -1 for its own.
+int read_by(const LayerSizes& layer) {
+    const KvSizes* kv = std::get_if<KvSizes>(&layer);
+    return kv ? kv->of : -1;
+}
+
 std::vector<Alike> alike_of(const PoolSizes& sizes) {
     std::vector<Alike> found;
     const std::vector<LayerSizes>& layers = sizes.of_sequence.layers;
     for (int i = 0; i < static_cast<int>(layers.size()); i++) {
+        if (read_by(layers[static_cast<size_t>(i)]) >= 0) continue;
         const LayerSizes layer = kept_of(layers[static_cast<size_t>(i)], sizes);
         const auto same = std::find_if(found.begin(), found.end(), [&](const Alike& of) { return of.layer == layer; });
         if (same == found.end())
@@ -107,6 +114,9 @@ SequencePool::SequencePool(const PoolSizes& sizes) : sizes_(sizes), places_(size
         memories_.push_back(alike.memory(sizes));
         int index = 0;
         for (const int layer : alike.layers) places_[static_cast<size_t>(layer)] = {number, index++};
+    }
+    for (size_t i = 0; i < places_.size(); i++) {
+        if (const int of = read_by(sizes.of_sequence.layers[i]); of >= 0) places_[i] = places_[static_cast<size_t>(of)];
     }
 }
 

@@ -13,10 +13,12 @@
 #include "kv/kv_state.h"
 #include "kv/recurrent_state.h"
 
-// Keys and values. window: positions that a token sees, its own among them; 0 for all. n_value: see KvShape.
+// Keys and values. window: positions that a token sees, its own among them; 0 for all. n_value: see KvShape. of: the layer
+// before it whose keys and values it reads, of which it keeps nothing itself; -1 for its own.
 struct KvSizes {
     int n_kv_heads, head_dim, window;
     int n_value = 0;
+    int of = -1;
 
     bool operator==(const KvSizes&) const = default;
 };

@@ -185,6 +185,8 @@ bool SequenceState::read_segment(std::span<const Part> parts, int n_tokens) {
     for (const auto& state : states_) state->commit(n_past_, path.data(), n_tokens);
     n_slots_ = n_past_ += n_tokens;
     for (int layer = 0; layer < static_cast<int>(places_.size()); layer++) {
+        const KvSizes* kv = std::get_if<KvSizes>(&sizes().layers[static_cast<size_t>(layer)]);
+        if (kv && kv->of >= 0) continue;  // another layer's
         const auto names = [layer](const Part& part) { return std::ranges::count(part.layers, layer) > 0; };
         if (std::none_of(parts.begin(), parts.end(), names))
             places_[static_cast<size_t>(layer)].kv->drop_before(segment + 1);

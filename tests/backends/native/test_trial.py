@@ -4,6 +4,7 @@ import math
 
 import pytest
 from tiny_experts import write_tiny_experts
+from tiny_gemma4 import GEMMA4_VARIANTS, write_tiny_gemma4
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend
@@ -21,6 +22,11 @@ def test_passes_of_a_model_are_timed_without_its_weights(tmp_path, architecture,
 
 def test_experts_of_a_token_are_timed_as_one_network(tmp_path):
     check(write_tiny_experts(tmp_path / "m.gguf", "gpt-oss"), "q8_0")
+
+
+@pytest.mark.parametrize("variant", GEMMA4_VARIANTS)
+def test_layers_that_need_others_are_timed_alone(tmp_path, variant):
+    check(write_tiny_gemma4(tmp_path / "m.gguf", variant, "Q8_0"), "f16")
 
 
 def check(path, cache_type):

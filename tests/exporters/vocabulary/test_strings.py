@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from checkpoints import LLAMA3, byte_level, sentence_piece
+from checkpoints import LLAMA3, byte_level, gemma4_vocabulary, sentence_piece
 from tokenizer_strings import real_texts, texts
 
 from edgeinfer.exporters.checkpoint import Config, Folder
@@ -20,8 +20,8 @@ from edgeinfer.models.tokenization.pre_tokenizers import PRE_TOKENIZERS, UNICODE
 NEW = re.compile(f"[{re.sub('[0-9A-F]+', lambda code: chr(int(code[0], 16)), UNICODE_16).replace(' ', '')}]")
 
 
-def keys_of(folder: Path, n_rows: int) -> dict[str, MetadataValue]:
-    return read_vocabulary(Folder(folder), Config({}, folder / "config.json"), n_rows)
+def keys_of(folder: Path, n_rows: int, pre: str | None = None) -> dict[str, MetadataValue]:
+    return read_vocabulary(Folder(folder), Config({}, folder / "config.json"), n_rows, pre)
 
 
 def strings(n: int, *specials: str) -> list[str]:
@@ -58,3 +58,25 @@ def test_vocabularies_with_byte_fallback_give_the_same_ids(tmp_path: Path) -> No
     for text in strings(1000, "the", "▁"):
         expected = theirs.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special=False, parse_special=True) == expected
+
+
+def test_a_vocabulary_of_gemma_4_keeps_its_merges_and_gives_the_same_ids(tmp_path: Path) -> None:
+    theirs = gemma4_vocabulary(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>", "eos_token": "<eos>"}')
+    keys = keys_of(tmp_path, theirs.get_vocab_size(), "gemma4")
+    ours = tokenizer_of(keys, tmp_path)
+    assert keys["tokenizer.ggml.model"] == "gemma4" and keys["tokenizer.ggml.add_bos_token"] is True
+    for text in [*strings(1000, "the", "<|turn>", "<|channel>"), "a\n\n\nb \n c"]:
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special=False, parse_special=True) == expected
+    shown = {
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    }
+    types, tokens = keys["tokenizer.ggml.token_type"], keys["tokenizer.ggml.tokens"]
+    assert {text for text, kind in zip(tokens, types, strict=True) if kind == 4} == shown  # type: ignore[arg-type]
