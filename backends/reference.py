@@ -31,13 +31,14 @@ from edgeinfer.backends.reference_attention import ReferenceAttention
 from edgeinfer.backends.reference_experts import expert_rows
 from edgeinfer.backends.reference_math import (
     Floats,
+    activated,
     gated,
     rms_norm,
     round_activations,
     scale,
     soft_cap,
 )
-from edgeinfer.backends.reference_recurrences import ReferenceGatedDeltaNet, ReferenceShortConv
+from edgeinfer.backends.reference_recurrences import ReferenceGatedDeltaNet, ReferenceMamba2, ReferenceShortConv
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
 from edgeinfer.common.errors import EdgeInferError, Interrupted, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
@@ -51,8 +52,12 @@ from edgeinfer.models import (
     ExpertsRef,
     GatedDeltaNet,
     Layer,
+    Mamba2,
     Mixer,
     ModelSpec,
+    NoFeedForward,
+    PlainDense,
+    PlainExperts,
     ShortConv,
     TensorRef,
     check_blocks,
@@ -98,16 +103,21 @@ class ReferenceMixer(Protocol):
 MIXERS: dict[type[Mixer], ReferenceMixer] = {
     Attention: ReferenceAttention(),
     GatedDeltaNet: ReferenceGatedDeltaNet(),
+    Mamba2: ReferenceMamba2(),
     ShortConv: ReferenceShortConv(),
 }
+_OF_EXPERTS = (
+    *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
+    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
+    *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
+    *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
+)
 _NETWORKS: dict[type, Sequence[str]] = {
     Dense: ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm"),
-    Experts: (
-        *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-        *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
-        *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
-        *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
-    ),
+    Experts: _OF_EXPERTS,
+    PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
+    PlainExperts: (*_OF_EXPERTS, "n_latent", "latent_down", "latent_up"),
+    NoFeedForward: ("n_embd",),
 }
 
 
@@ -219,8 +229,10 @@ class ReferenceDecoder(OfOneProcess):
         spec = self.decoder
         paths = visible_slots(links, sequence.n_past)[len(links) - len(x) :]
         tapped = {}
+        read = x
         for index, layer in enumerate(spec.layers):
-            x = x + scale(self.mixed(layer.mixer, x, sequence.rows(index, paths, inputs)), spec.residual_scale)
+            read = read if layer.is_beside else x
+            x = x + scale(self.mixed(layer.mixer, read, sequence.rows(index, paths, inputs)), spec.residual_scale)
             x = x + scale(self._network(layer, x), spec.residual_scale)
             tapped[index] = x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
@@ -238,6 +250,11 @@ class ReferenceDecoder(OfOneProcess):
         block = layer.ffn
         if isinstance(block, Experts):
             return self.norm(block.post_norm, expert_rows(block, self, self.norm(block.norm, x)))
+        if isinstance(block, PlainDense):
+            up = self.linear(block.up, None, self.norm(block.norm, x))
+            return self.linear(block.down, None, activated(block.activation, up))
+        if isinstance(block, NoFeedForward):
+            return np.zeros_like(x)
         return self._dense(dense_of(layer), x)
 
     def _dense(self, block: Dense, x: Floats) -> Floats:

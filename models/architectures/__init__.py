@@ -14,7 +14,13 @@ from edgeinfer.models.reader import Architecture
 from edgeinfer.models.spec import ModelSpec
 
 # Of architectures that no file can have, by file.
-_NAMES = {"bitnet_25": "bitnet-25", "bitnet_b158": "bitnet-b1.58", "ernie4_5_moe": "ernie4_5-moe", "gpt_oss": "gpt-oss"}
+_NAMES = {
+    "bitnet_25": "bitnet-25",
+    "bitnet_b158": "bitnet-b1.58",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "falcon_h1": "falcon-h1",
+    "gpt_oss": "gpt-oss",
+}
 
 
 def supported_architectures() -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from tiny_experts import EXPERT_ARCHITECTURES
 from tiny_hybrids import HYBRID_ARCHITECTURES
+from tiny_mamba import MAMBA_ARCHITECTURES
 from tiny_models import ARCHITECTURES, Architecture, write_tiny_model
 
 from edgeinfer.backends.native import _core
@@ -148,7 +149,7 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama: ModelFile) -> None:
-    known = sorted({*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES})
+    known = sorted({*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, *MAMBA_ARCHITECTURES})
     assert supported_architectures() == known
     for name in ["mamba", "spec", "reader", "rope", "", None, 7]:
         message = refusal(changed(tiny_llama, {"general.architecture": name}))

@@ -46,7 +46,9 @@ def transformers_logits(file: ModelFile, tokens: NDArray[np.integer]) -> Floats:
         return np.asarray(model(torch.tensor(tokens[None].astype(np.int64)), use_cache=False).logits[0])
 
 
-class _Checkpoint:
+class Checkpoint:
+    """What the file says, by GGUF names."""
+
     def __init__(self, file: ModelFile) -> None:
         self.file = file
         self.architecture = str(file.metadata["general.architecture"])
@@ -94,7 +96,7 @@ class _Checkpoint:
         }
 
 
-class _Qwen(_Checkpoint):
+class _Qwen(Checkpoint):
     """Norms are held as their distance from one, and value heads of a key head are neighbours."""
 
     def config(self) -> dict[str, Any]:
@@ -199,7 +201,7 @@ class _Qwen(_Checkpoint):
         return {f"{module}.{role}_proj.weight": self.tensor(f"{prefix}{role}{ending}.weight") for role in roles}
 
 
-class _Lfm2(_Checkpoint):
+class _Lfm2(Checkpoint):
     def config(self) -> dict[str, Any]:
         counts = self.key("attention.head_count_kv")
         config = {
