@@ -32,13 +32,14 @@ from edgeinfer.backends.reference_experts import expert_rows
 from edgeinfer.backends.reference_latent import ReferenceLatentAttention
 from edgeinfer.backends.reference_math import (
     Floats,
+    activated,
     gated,
     rms_norm,
     round_activations,
     scale,
     soft_cap,
 )
-from edgeinfer.backends.reference_recurrences import ReferenceGatedDeltaNet, ReferenceShortConv
+from edgeinfer.backends.reference_recurrences import ReferenceGatedDeltaNet, ReferenceMamba2, ReferenceShortConv
 from edgeinfer.backends.reference_weights import Activations, Shapes, Weights, check_types, count, read_weights
 from edgeinfer.common.errors import EdgeInferError, Interrupted, ShapeError
 from edgeinfer.common.one_process import OfOneProcess
@@ -55,8 +56,12 @@ from edgeinfer.models import (
     Layer,
     LayerEnd,
     LayerInputs,
+    Mamba2,
     Mixer,
     ModelSpec,
+    NoFeedForward,
+    PlainDense,
+    PlainExperts,
     ShortConv,
     TensorRef,
     check_blocks,
@@ -102,20 +107,25 @@ class ReferenceMixer(Protocol):
 MIXERS: dict[type[Mixer], ReferenceMixer] = {
     Attention: ReferenceAttention(),
     GatedDeltaNet: ReferenceGatedDeltaNet(),
+    Mamba2: ReferenceMamba2(),
     ShortConv: ReferenceShortConv(),
     LatentAttention: ReferenceLatentAttention(),
 }
+_OF_EXPERTS = (
+    *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
+    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
+    *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
+    *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
+    *("router_norm", "router_scale", "shared_norm", "routed_post_norm", "shared_post_norm"),
+)
 _NETWORKS: dict[type, Sequence[str]] = {
     Dense: (
         *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
     ),
-    Experts: (
-        *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-        *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
-        *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
-        *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
-        *("router_norm", "router_scale", "shared_norm", "routed_post_norm", "shared_post_norm"),
-    ),
+    Experts: _OF_EXPERTS,
+    PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
+    PlainExperts: (*_OF_EXPERTS, "n_latent", "latent_down", "latent_up"),
+    NoFeedForward: ("n_embd",),
     LayerEnd: ("n_embd", "n_inputs", "gate", "projection", "post_norm", "scale", "activation"),
     LayerInputs: (
         *("n_embd", "n_layers", "n_inputs", "n_vocab", "table", "projection", "norm", "projection_scale"),
@@ -235,8 +245,10 @@ class ReferenceDecoder(OfOneProcess):
         spec = self.decoder
         paths = visible_slots(links, sequence.n_past)[len(links) - len(x) :]
         tapped = {}
+        read = x
         for index, layer in enumerate(spec.layers):
-            x = x + scale(self.mixed(layer.mixer, x, sequence.rows(index, paths, inputs)), spec.residual_scale)
+            read = read if layer.is_beside else x
+            x = x + scale(self.mixed(layer.mixer, read, sequence.rows(index, paths, inputs)), spec.residual_scale)
             x = x + scale(self._network(layer, x), spec.residual_scale)
             if layer.end is not None:
                 x = self._ended(layer.end, x, None if of_layers is None else of_layers[index])
@@ -256,6 +268,11 @@ class ReferenceDecoder(OfOneProcess):
         block = layer.ffn
         if isinstance(block, Experts):
             return self.norm(block.post_norm, expert_rows(block, self, x))
+        if isinstance(block, PlainDense):
+            up = self.linear(block.up, None, self.norm(block.norm, x))
+            return self.linear(block.down, None, activated(block.activation, up))
+        if isinstance(block, NoFeedForward):
+            return np.zeros_like(x)
         return self._dense(dense_of(layer), x)
 
     def _ended(self, block: LayerEnd, x: Floats, inputs: Floats | None) -> Floats:

@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.reference_math import Floats, gated, scale, sigmoid
-from edgeinfer.models import Experts, RouterFunction
+from edgeinfer.backends.reference_math import Floats, activated, gated, scale, sigmoid
+from edgeinfer.models import Experts, PlainExperts, RouterFunction
 from edgeinfer.models.spec import ExpertsRef, TensorRef
 
 SMALLEST_SUM = np.float32(2.0**-14)  # that weights are divided by: the smallest normal half float, as in llama.cpp
@@ -71,8 +71,14 @@ def expert_rows(block: Experts, products: Products, x: Floats) -> Floats:
     z = scale(products.linear(block.router, None, routed), block.router_scale)
     z = z if block.router_bias is None else z + products.values_of(block.router_bias)
     bias = None if block.selection_bias is None else products.values_of(block.selection_bias)
-    rows = [_row(block, products, choose(block, each, bias), row) for each, row in zip(z, h, strict=True)]
-    y = products.norm(block.routed_post_norm, np.array(rows, dtype=np.float32).reshape(h.shape))
+    inputs = h
+    if isinstance(block, PlainExperts) and block.latent_down is not None:
+        inputs = products.linear(block.latent_down, None, h)
+    rows = [_row(block, products, choose(block, each, bias), row) for each, row in zip(z, inputs, strict=True)]
+    y = np.array(rows, dtype=np.float32).reshape(inputs.shape)
+    if isinstance(block, PlainExperts) and block.latent_up is not None:
+        y = products.linear(block.latent_up, None, y)
+    y = products.norm(block.routed_post_norm, y)
     if block.shared_down is None:
         return y
     of_shared = h if block.shared_norm is None else products.norm(block.shared_norm, x)
@@ -96,14 +102,20 @@ def _expert(block: Experts, products: Products, expert: int, x: Floats) -> Float
         y = y if factor is None else y * products.values_of(factor)[expert]
         return y if bias is None else y + products.values_of(bias)[expert]
 
+    if isinstance(block, PlainExperts):
+        return product("down", activated(block.activation, product("up", x)))
     return product("down", gated(block.activation, product("gate", x), product("up", x)))
 
 
 def _shared(block: Experts, products: Products, h: Floats) -> Floats:
     """What the shared network adds to each row of h (n, n_embd)."""
-    assert block.shared_gate is not None and block.shared_up is not None and block.shared_down is not None
-    gate, up = (products.linear(matrix, None, h) for matrix in (block.shared_gate, block.shared_up))
-    y = products.linear(block.shared_down, None, gated(block.activation, gate, up))
+    assert block.shared_up is not None and block.shared_down is not None
+    up = products.linear(block.shared_up, None, h)
+    if block.shared_gate is None:
+        inner = activated(block.activation, up)
+    else:
+        inner = gated(block.activation, products.linear(block.shared_gate, None, h), up)
+    y = products.linear(block.shared_down, None, inner)
     if block.shared_router is None:
         return y
     router = products.values_of(block.shared_router)

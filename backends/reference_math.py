@@ -128,6 +128,11 @@ def clamped_swiglu(gate: Floats, up: Floats) -> Floats:
 _ACTIVATIONS: dict[Activation, Callable[[Floats], Floats]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
+def activated(activation: Activation, x: Floats) -> Floats:
+    """What a network without a gate makes of x; see Activation."""
+    return _ACTIVATIONS[activation](x)
+
+
 def gated(activation: Activation, gate: Floats, up: Floats) -> Floats:
     """What a gated network makes of gate and up; see Activation."""
     return clamped_swiglu(gate, up) if activation == "clamped_swiglu" else _ACTIVATIONS[activation](gate) * up

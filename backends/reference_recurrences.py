@@ -1,4 +1,4 @@
-"""Gated delta nets and short convolutions in plain numpy, for the reference backend; in the order of the papers."""
+"""Gated delta nets, Mamba2 and short convolutions in plain numpy, in the order of the papers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.reference_math import Floats, rms_norm, sigmoid, silu, softplus
 from edgeinfer.common.settings import CacheType
-from edgeinfer.models import GatedDeltaNet, ShortConv
+from edgeinfer.models import GatedDeltaNet, Mamba2, ShortConv
 
 if TYPE_CHECKING:
     from edgeinfer.backends.reference import LayerRows, ReferenceDecoder
@@ -51,6 +51,49 @@ class ReferenceGatedDeltaNet:
             states[path[-1]], y[i] = delta_step(before, q[i], k[i], v[i], decays[i], betas[i])
         y = rms_norm(y, decoder.values_of(block.out_norm), decoder.decoder.norm_epsilon) * silu(z)
         return decoder.linear(block.output, None, y.reshape(len(x), -1))
+
+
+class ReferenceMamba2:
+    """See ReferenceMixer. Its state is what goes into the convolution, and S after each token: (n_heads, n_per_key,
+    head_dim).
+    """
+
+    fields = (
+        *("n_embd", "n_conv", "conv", "n_heads", "head_dim", "n_groups", "n_per_key", "input", "decay", "skip"),
+        *("step_bias", "output", "norm", "conv_bias", "out_norm"),
+    )
+
+    def state(self, block: Mamba2, n_ctx: int, cache_type: CacheType) -> StateArrays:
+        """See ReferenceMixer. The type of the KV cache is not its own."""
+        of_token = (block.n_heads, block.n_per_key, block.head_dim)
+        return [((n_ctx, block.n_channels), _FLOAT32), ((n_ctx, *of_token), _FLOAT32)]
+
+    def run(self, block: Mamba2, decoder: ReferenceDecoder, x: Floats, at: LayerRows) -> Floats:
+        """See ReferenceMixer."""
+        n, n_v, n_k = len(x), block.n_v, block.n_k
+        product = decoder.linear(block.input, None, decoder.norm(block.norm, x))
+        z, u, t = np.split(product, [n_v, n_v + block.n_channels], axis=1)
+        rows, states = at.state
+        mixed = convolved(u, decoder.values_of(block.conv), rows, at.paths)
+        mixed = silu(mixed if block.conv_bias is None else mixed + decoder.values_of(block.conv_bias))
+        v = mixed[:, :n_v].reshape(n, block.n_heads, block.head_dim)
+        b, c = (each.reshape(n, block.n_groups, -1) for each in np.split(mixed[:, n_v:], [n_k], axis=1))
+        groups = np.arange(block.n_heads) // (block.n_heads // block.n_groups)
+        decay, skip = (decoder.values_of(each).reshape(-1) for each in (block.decay, block.skip))
+        steps = softplus(t + decoder.values_of(block.step_bias))
+        decays = np.exp(steps * decay)
+        y = np.empty_like(v)
+        for i, path in enumerate(at.paths):
+            decoder.poll()
+            before = states[path[-2]] if len(path) > 1 else np.zeros_like(states[0])
+            scaled = steps[i][:, None] * v[i]
+            states[path[-1]], read = mamba_step(before, c[i, groups], b[i, groups], scaled, decays[i])
+            y[i] = read + skip[:, None] * v[i]
+        out = (y.reshape(n, -1) * silu(z)).reshape(n, block.n_groups, -1)
+        if block.out_norm is not None:
+            weights = decoder.values_of(block.out_norm).reshape(block.n_groups, -1)
+            out = rms_norm(out, weights, decoder.decoder.norm_epsilon)
+        return decoder.linear(block.output, None, out.reshape(n, -1))
 
 
 class ReferenceShortConv:
@@ -100,6 +143,16 @@ def delta_step(
     d = beta[:, None] * (v - (k[:, None] @ decayed)[:, 0])
     after: Floats = decayed + k[:, :, None] * d[:, None]
     return after, (q[:, None] @ after)[:, 0]
+
+
+def mamba_step(state: NDArray[np.floating], c: Floats, b: Floats, v: Floats, decay: Floats) -> tuple[Floats, Floats]:
+    """The state after a token, and what is read from it: (n_heads, n_per_key, head_dim) and (n_heads, head_dim).
+
+    c, b: (n_heads, n_per_key).  v: (n_heads, head_dim), scaled by its step.  decay: (n_heads,). Equation 1 of
+    arXiv:2405.21060 after its discretisation, with the state transposed.
+    """
+    after: Floats = state * decay[:, None, None] + b[:, :, None] * v[:, None]
+    return after, (c[:, None] @ after)[:, 0]
 
 
 def _queries_keys_values(block: GatedDeltaNet, mixed: Floats, epsilon: float) -> tuple[Floats, Floats, Floats]:

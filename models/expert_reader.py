@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from edgeinfer.models.key_reader import KeyReader
-from edgeinfer.models.spec import Activation, ExpertRows, Experts, ExpertsRef, RouterFunction, TensorRef
+from edgeinfer.models.spec import Activation, ExpertRows, Experts, ExpertsRef, PlainExperts, RouterFunction, TensorRef
 
 MOST_EXPERTS = 4096
 EXPERT_BIASES = frozenset({"router_bias", "gate_bias", "up_bias", "down_bias"})
@@ -26,7 +26,8 @@ _SHARED = {
     "shared_down": "ffn_down_shexp.weight",
 }
 _SHARED_ROUTER = "ffn_gate_inp_shexp.weight"
-MAY_BE_ROWS = (_SHARED_ROUTER, _SPECIAL["selection_bias"])  # vectors that some files have as matrices of one row
+# vectors that some files have as matrices of one row
+MAY_BE_ROWS = (_SHARED_ROUTER, _SPECIAL["selection_bias"], "ssm_norm.weight")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ExpertRecipe:
     router_function: RouterFunction = "softmax"
     is_normalised: bool = False
     activation: Activation = "silu"
+    is_plain: bool = False  # whether no network has a gate; then experts may have rows of their own, moe_latent_size
     # required, optional: tensors of a layer beyond those that all have, by role
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
@@ -80,6 +82,8 @@ class ExpertReader:
 
     def of_layer(self, layer: int, norm: TensorRef | None) -> Experts:
         """The experts of a layer. norm: of their input."""
+        if self._recipe.is_plain:
+            return PlainExperts(**self._common, norm=norm, **self._plain_tensors(f"blk.{layer}."))
         return Experts(**self._common, norm=norm, **self._tensors(f"blk.{layer}."))
 
     # ---- keys ------------------------------------------------------------------------------------------------------
@@ -159,6 +163,13 @@ class ExpertReader:
         names |= {"shared_router": _SHARED_ROUTER} if recipe.shared_router else {}
         names |= {role: name for role, name in _SCALES.items() if prefix + name in there}
         return {role: prefix + name for role, name in names.items()} | self._gate_and_up(prefix)
+
+    def _plain_tensors(self, prefix: str) -> dict[str, Any]:
+        """The same of experts without gates."""
+        n_latent = self._keys.integer("moe_latent_size", 0, 1 << 20, default=0)
+        refs = {role: ref for role, ref in self._tensors(prefix).items() if role not in ("gate_scale", "shared_gate")}
+        latent = {f"latent_{role}": f"{prefix}ffn_latent_{role}.weight" for role in ("down", "up") if n_latent}
+        return refs | {"gate": refs["up"], "n_latent": n_latent, **latent}
 
     def _gate_and_up(self, prefix: str) -> dict[str, ExpertsRef]:
         """Their matrices and biases: two tensors, or parts of one, whose first rows are the gate's."""

@@ -157,9 +157,11 @@ class Architecture:
     unsupported_keys: Mapping[str, str] = field(default_factory=dict)
     # the mixer of a layer (its index) that has another one than Attention; None where it has Attention
     recurrence: Callable[[Reader, int], Mixer | None] = _no_recurrence
+    norm_epsilon: str | None = None  # the key that has it too, and counts where the usual one is absent
     # the mixer of each layer and of each block behind the layers (its index), where none has Attention
     mixer: Callable[[Reader, int], Mixer] | None = None
-    # all layers, where their sizes are not those of one common layer; None for those
+    # all layers, where their sizes are not those of one common layer, or where blocks of the file are not a mixer and then
+    # a network; None for those
     layers: Callable[[Reader], tuple[Layer, ...]] | None = None
     # tensors that some files have, and no layer reads
     unused: Callable[[Reader], Set[str]] = _none_unused
@@ -189,8 +191,10 @@ class Reader(KeyReader):
         return spec
 
     def nextn(self) -> tuple[NextnBlock, ...]:
-        """The blocks behind the layers that draft, all of them checked; () where there are none."""
+        """The blocks behind the layers that draft, all of them checked; () where there are none that can run."""
         spec = self.spec()
+        if self.architecture.layers is not None:
+            return ()  # of Nemotron: they end in another kind of norm
         if self._n_skipped() and not self.architecture.has_nextn:
             raise UnsupportedModel(
                 f"{self.file.path}: the blocks that draft (nextn) of {spec.architecture} are not read"
@@ -203,6 +207,14 @@ class Reader(KeyReader):
         """The context that the model was first trained with."""
         n_ctx = self._trained_context()
         return self.integer("rope.scaling.original_context_length", 1, (1 << 32) - 1, default=n_ctx)
+
+    def n_blocks(self) -> int:
+        """Blocks of the file that are the model's own, without those that draft."""
+        return self._n_layers()
+
+    def experts(self) -> ExpertReader | None:
+        """What reads the experts; None for a file without."""
+        return self._experts(self._n_embd())
 
     def rope_base(self) -> float:
         """Base of the frequencies, in layers that see everything."""
@@ -272,19 +284,24 @@ class Reader(KeyReader):
     def _common_spec(self) -> ModelSpec:
         """What all architectures have, before the architecture's own file has its say."""
         n_embd, n_vocab = self._n_embd(), self._n_vocab()
+        layers = self.architecture.layers(self) if self.architecture.layers else self._layers(n_embd)
         return ModelSpec(
             architecture=self.architecture.name,
             n_vocab=n_vocab,
             n_ctx_train=self._trained_context(),
-            n_layers=self._n_layers(),
+            n_layers=len(layers),
             n_embd=n_embd,
-            norm_epsilon=self.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+            norm_epsilon=self._norm_epsilon(),
             token_embd="token_embd.weight",
             output_norm="output_norm.weight",
             output=self._output(),
             n_logits=self._n_logits(n_vocab),
-            layers=self._layers(n_embd) if self.architecture.layers is None else self.architecture.layers(self),
+            layers=layers,
         )
+
+    def _norm_epsilon(self) -> float:
+        key, other = "attention.layer_norm_rms_epsilon", self.architecture.norm_epsilon
+        return self.number(key, 0.0, 1.0, self.number(other, 0.0, 1.0) if other else None)
 
     def _n_embd(self) -> int:
         return self.integer("embedding_length", 1, 1 << 20)

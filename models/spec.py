@@ -638,6 +638,92 @@ class ShortConv(Recurrence):
 
 
 @dataclass(frozen=True)
+class Mamba2(Recurrence):
+    """A state-space model with one decay a head (Dao and Gu, arXiv:2405.21060) after a short convolution. It adds:
+
+        h = norm(x, norm);  z, u, t = input @ h, of n_v, n_channels and n_heads numbers
+        c = silu(conv_bias + sum over j of conv[:, j] * u of n_conv - 1 - j tokens before), which is v, B and C one
+            after the other
+        step = softplus(t + step_bias);  e = exp(decay * step)
+        S = e S + B (step v)^T;  y = S^T C + skip * v, for each head with B and C of its group
+        x += residual_scale * norm(y * silu(z), out_norm) @ output
+
+    S of each head is (n_per_key, head_dim), zeros before the text. Neighbouring heads share a group. The norm is over
+    the numbers of a group.
+    """
+
+    n_heads: int
+    head_dim: int  # numbers of v
+    n_groups: int
+    n_per_key: int  # numbers of B, and of C, of a group
+    input: TensorRef  # (n_v + n_channels + n_heads, n_embd)
+    decay: TensorRef  # (n_heads, 1), not above 0
+    skip: TensorRef  # (n_heads, 1)
+    step_bias: TensorRef  # (n_heads,)
+    output: TensorRef  # (n_embd, n_v)
+    norm: TensorRef | None = None  # (n_embd,)
+    conv_bias: TensorRef | None = None  # (n_channels,)
+    out_norm: TensorRef | None = None  # (n_groups, n_v / n_groups), or of one group (n_v,)
+
+    @property
+    def n_k(self) -> int:
+        """Numbers of B of all groups of a token, and of C."""
+        return self.n_groups * self.n_per_key
+
+    @property
+    def n_v(self) -> int:
+        """Numbers of v of all heads of a token."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def n_input_rows(self) -> int:
+        """Rows of the first product: z, what is convolved, and the steps."""
+        return self.n_v + self.n_channels + self.n_heads
+
+    @property
+    @override
+    def n_channels(self) -> int:
+        return self.n_v + 2 * self.n_k
+
+    @property
+    @override
+    def n_state(self) -> int:
+        return self.n_v * self.n_per_key
+
+    @property
+    @override
+    def n_update(self) -> int:
+        """See Recurrence: B, step v and e."""
+        return self.n_k + self.n_v + self.n_heads
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: the first product, and what was convolved."""
+        return self.n_input_rows + self.n_channels
+
+    @override
+    def multiply_adds(self, n_past: int = 0) -> int:
+        """See Block: the products with weights; a product with S, and its update."""
+        return super().multiply_adds() + 2 * self.n_state
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        n_each = self.n_v // self.n_groups
+        return {
+            "norm": (self.n_embd,),
+            "input": (self.n_input_rows, self.n_embd),
+            "conv": (self.n_channels, self.n_conv),
+            "conv_bias": (self.n_channels,),
+            "decay": (self.n_heads, 1),
+            "skip": (self.n_heads, 1),
+            "step_bias": (self.n_heads,),
+            "out_norm": (self.n_v,) if self.n_groups == 1 else (self.n_groups, n_each),
+            "output": (self.n_embd, self.n_v),
+        }
+
+
+@dataclass(frozen=True)
 class Dense(FeedForward):
     """A gated feed-forward network, SwiGLU, GeGLU or the like (Shazeer, arXiv:2002.05202). It adds:
 
@@ -670,6 +756,44 @@ class Dense(FeedForward):
             "post_norm": (self.n_embd,),
             "sub_norm": (self.n_ff,),
         }
+
+
+@dataclass(frozen=True)
+class PlainDense(FeedForward):
+    """A feed-forward network without a gate. It adds:
+
+    x += residual_scale * activation(up @ norm(x, norm)) @ down
+    """
+
+    n_ff: int
+    up: TensorRef  # (n_ff, n_embd)
+    down: TensorRef  # (n_embd, n_ff)
+    activation: Activation = "relu2"
+    norm: TensorRef | None = None  # (n_embd,)
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: what comes from up."""
+        return self.n_ff
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"norm": (self.n_embd,), "up": (self.n_ff, self.n_embd), "down": (self.n_embd, self.n_ff)}
+
+
+@dataclass(frozen=True)
+class NoFeedForward(FeedForward):
+    """No network: a layer that is a mixer alone, which another mixer follows."""
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        return 0
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -769,6 +893,33 @@ class Experts(FeedForward):
 
 
 @dataclass(frozen=True)
+class PlainExperts(Experts):
+    """Experts without gates: f_e = down_e @ activation(up_e @ h), and the shared network likewise; `gate` is `up`.
+
+    With n_latent they work on other rows than the shared network and the router: f_e is of latent_down @ h, and
+    latent_up @ y is added in place of y.
+    """
+
+    n_latent: int = 0  # numbers that experts read and give, 0 for n_embd
+    latent_down: TensorRef | None = None  # (n_latent, n_embd)
+    latent_up: TensorRef | None = None  # (n_embd, n_latent)
+
+    @property
+    @override
+    def n_activations(self) -> int:
+        """See Block: up of one expert, and the latent rows."""
+        return self.n_ff + 2 * self.n_latent
+
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        n, n_in = self.n_experts, self.n_latent or self.n_embd
+        gates = ("gate", "gate_bias", "gate_scale", "shared_gate")
+        found = {role: shape for role, shape in super().shapes().items() if role not in gates}
+        found |= {"up": (n, self.n_ff, n_in), "down": (n, n_in, self.n_ff), "down_bias": (n, n_in)}
+        return found | {"latent_down": (self.n_latent, self.n_embd), "latent_up": (self.n_embd, self.n_latent)}
+
+
+@dataclass(frozen=True)
 class LayerEnd(FeedForward):
     """What a layer does after its network (Gemma 3n and 4), to the residual stream x. e: what `LayerInputs` has for it.
 
@@ -839,6 +990,9 @@ class Layer:
 
     mixer: Mixer
     ffn: FeedForward
+    # whether the mixer reads the residual stream as the mixer of the layer before did, which has no network: so both
+    # add to it side by side
+    is_beside: bool = False
     end: LayerEnd | None = None
 
 
@@ -876,7 +1030,8 @@ class ModelSpec(ModelSizes):
 
         x = embedding_scale * token_embd[token], then norm(x) without weights if embedding_norm; with layer_inputs,
             numbers for each layer too
-        each layer: its mixer, then its ffn, add to x; its end, if it has one
+        each layer: its mixer, then its ffn, add to x; its end, if it has one; a block of the file may be two layers, or
+            two blocks one
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
     cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.

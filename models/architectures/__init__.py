@@ -18,6 +18,7 @@ _NAMES = {
     "bitnet_25": "bitnet-25",
     "bitnet_b158": "bitnet-b1.58",
     "ernie4_5_moe": "ernie4_5-moe",
+    "falcon_h1": "falcon-h1",
     "gpt_oss": "gpt-oss",
     "muse_glimmer": "muse-glimmer",
 }

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from parts import missing
+from recurrent_models import RECURRENT_MODELS, write_recurrent_model
 from tiny_gated import GATED_ARCHITECTURES, GatedArchitecture, write_tiny_gated
 from tiny_gemma4 import GEMMA4_VARIANTS, Gemma4Variant, write_tiny_gemma4
-from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid
+from tiny_hybrids import write_tiny_hybrid
 from tiny_latents import write_tiny_latents
 
 from edgeinfer.backends.onnx.decoder import check_spec as check_onnx
@@ -28,9 +29,9 @@ CHECKS: dict[str, Check] = {
 }
 
 
-@pytest.fixture(scope="module", params=HYBRID_ARCHITECTURES)
+@pytest.fixture(scope="module", params=RECURRENT_MODELS)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFile]:
-    with ModelFile.open(write_tiny_hybrid(tmp_path_factory.mktemp("hybrids") / "m.gguf", request.param)) as model:
+    with ModelFile.open(write_recurrent_model(tmp_path_factory.mktemp("hybrids") / "m.gguf", request.param)) as model:
         yield model
 
 
