@@ -45,6 +45,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/infill": {"POST": llama_completion.infill},
     "/tokenize": {"POST": llama_tokens.tokenize},
     "/detokenize": {"POST": llama_tokens.detokenize},
+    "/tokenizer_info": {"GET": llama_tokens.tokenizer_info},
     "/apply-template": {"POST": llama_tokens.apply_template},
     "/props": {"GET": llama_tokens.props},
     "/slots": {"GET": llama_tokens.slots},

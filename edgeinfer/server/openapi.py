@@ -61,7 +61,13 @@ _BODIES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "/api/show": ({"model": _TEXT}, ("model",)),
     "/completion": ({**_LLAMA, "prompt": _PROMPT}, ("prompt",)),
     "/infill": ({**_LLAMA, "input_prefix": _TEXT, "input_suffix": _TEXT, "input_extra": _LIST, "prompt": _TEXT}, ()),
-    "/tokenize": ({"content": _TEXT, "add_special": _FLAG, "parse_special": _FLAG, "with_pieces": _FLAG}, ("content",)),
+    "/tokenize": (
+        {
+            **dict.fromkeys(("content", "prompt"), _TEXT),
+            **dict.fromkeys(("add_special", "add_special_tokens", "parse_special", "with_pieces"), _FLAG),
+        },
+        (),
+    ),
     "/detokenize": ({"tokens": {"type": "array", "items": {**_WHOLE, "minimum": 0}}}, ("tokens",)),
     "/apply-template": ({"messages": _MESSAGES, **_TOOLS}, ("messages",)),
 }

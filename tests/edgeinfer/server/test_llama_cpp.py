@@ -66,6 +66,16 @@ def test_texts_to_tokens_and_back(server, engine):
     assert server.post("/detokenize", {"tokens": [10**9]}).status == 400
 
 
+def test_texts_to_tokens_as_vllm_has_it(server, engine):
+    said = server.ask("/tokenize", prompt="hello", add_special_tokens=False)
+    assert said["tokens"] == engine.tokenize("hello", add_special=False) and said["count"] == len(said["tokens"])
+    assert server.ask("/tokenize", prompt="hello")["tokens"] == engine.tokenize("hello")
+    assert server.ask("/detokenize", tokens=said["tokens"])["prompt"] == "hello"
+    info = server.get("/tokenizer_info").json
+    assert info["eos_token"] == engine.tokenizer.name(engine.tokenizer.eos_id)
+    assert info["chat_template"] == engine.template.source
+
+
 def test_the_template_is_applied(server, engine):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     assert server.ask("/apply-template", messages=messages)["prompt"] == engine.template.render(messages)

@@ -18,18 +18,21 @@ from edgeinfer.tools.options import ToolOptions
 
 
 async def tokenize(server: Server, exchange: Exchange) -> None:
-    """Token ids of a text, with their texts where asked for."""
+    """Token ids of a text, with their texts where asked for. vLLM calls the text `prompt`."""
     body = await exchange.json()
-    text = text_of(body, "content")
+    is_vllm = "prompt" in body and "content" not in body
+    text = text_of(body, "prompt" if is_vllm else "content")
+    adds = body.get("add_special_tokens") is not False if is_vllm else body.get("add_special") is True
     exchange.watch()
     async with server.models.use(_model(body)) as served, server.running(exchange, 0) as run:
-        add_special, parse_special = body.get("add_special") is True, body.get("parse_special") is not False
+        add_special, parse_special = adds, body.get("parse_special") is not False
         tokens: Any = await run.call(
             lambda: served.engine.tokenize(text, add_special=add_special, parse_special=parse_special)
         )
         if body.get("with_pieces") is True:
             tokens = [{"id": id, "piece": _piece(served, id)} for id in tokens]
-    await exchange.reply_json({"tokens": tokens})
+        more = {"count": len(tokens), "max_model_len": served.engine.n_ctx} if is_vllm else {}
+    await exchange.reply_json({"tokens": tokens, **more})
 
 
 async def detokenize(server: Server, exchange: Exchange) -> None:
@@ -40,7 +43,26 @@ async def detokenize(server: Server, exchange: Exchange) -> None:
         n_vocab = served.engine.tokenizer.n_vocab
         if not isinstance(tokens, list) or not all(type(id) is int and 0 <= id < n_vocab for id in tokens):
             raise Problem(400, f"tokens must be ids 0 to {n_vocab - 1}: found {shown(tokens)}", param="tokens")
-        await exchange.reply_json({"content": served.engine.detokenize(tokens)})
+        text = served.engine.detokenize(tokens)
+        await exchange.reply_json({"content": text, "prompt": text})  # the second as vLLM names it
+
+
+async def tokenizer_info(server: Server, exchange: Exchange) -> None:
+    """Special tokens and the template, as vLLM names them, so that lm-eval needs no tokenizer of its own."""
+    async with server.models.use(None) as served:
+        engine, tokenizer = served.engine, served.engine.tokenizer
+        names = {
+            key: None if id is None else tokenizer.name(id)
+            for key, id in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
+        }
+        template = engine.template.source if abilities(engine).chats else None
+        found = {
+            **names,
+            "pad_token": names["eos_token"],
+            "chat_template": template,
+            "add_bos_token": tokenizer.add_bos,
+        }
+        await exchange.reply_json({**found, "vocab_size": tokenizer.n_vocab, "model_max_length": engine.n_ctx})
 
 
 async def apply_template(server: Server, exchange: Exchange) -> None:
