@@ -4,7 +4,8 @@
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8
 
 --like names the sizes: `qwen3.5-0.8b` and `qwen3.5-4b` are dense with gated delta nets, `qwen3.6-35b-a3b` has experts,
-`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. The sizes are those of the
+`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `glm-4.7-flash` has latent
+attention and experts (latent_shapes.py), and takes 17 GB. The sizes are those of the
 released configurations, the vocabulary that of --vocabulary, by default of the default model, and smaller than theirs.
 Weights are random, of mean zero, in Q4_K and, in the output matrix, Q6_K; the same flags give the same bytes. So the
 figures of passes are those of the shapes, but the texts say nothing. It writes tensor by tensor. One JSON line on
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from latent_shapes import LATENT_SHAPES, LatentShape, latent_keys, latent_tensors
 from make_experts import Late, Tensor, add_vocabulary
 
 from edgeinfer.loading.open import default_model
@@ -96,6 +98,7 @@ SHAPES = {
         n_dense=2,
     ),
 }
+ALL_SHAPES: dict[str, HybridShape | LatentShape] = {**SHAPES, **LATENT_SHAPES}
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -170,8 +173,10 @@ def layer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
         yield Tensor(f"{block}exp_probs_b.bias", (shape.experts,), "f32", 0.1)
 
 
-def model_tensors(shape: HybridShape, n_vocab: int) -> list[Tensor]:
-    """All of a model, in the order of the file. Embeddings are the output matrix, as in the smaller ones."""
+def model_tensors(shape: HybridShape | LatentShape, n_vocab: int) -> list[Tensor]:
+    """All of a model, in the order of the file. Embeddings of hybrids are the output matrix, as in the smaller ones."""
+    if isinstance(shape, LatentShape):
+        return latent_tensors(shape, n_vocab)
     norm = "token_embd_norm" if shape.is_lfm2 else "output_norm"
     return [
         Tensor("token_embd.weight", (n_vocab, shape.n_embd), "q6_k", 1.0),
@@ -183,8 +188,10 @@ def model_tensors(shape: HybridShape, n_vocab: int) -> list[Tensor]:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def keys_of(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]:
+def keys_of(shape: HybridShape | LatentShape) -> Iterator[tuple[str, int | float | bool | list[int]]]:
     """Metadata, without the architecture in front."""
+    if isinstance(shape, LatentShape):
+        return (yield from latent_keys(shape).items())
     yield from [
         ("block_count", shape.layers),
         ("context_length", 32768),
@@ -227,7 +234,7 @@ def keys_of(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]
             yield "expert_gating_func", 2
 
 
-def write_model(path: Path, shape: HybridShape, vocabulary: Path) -> int:
+def write_model(path: Path, shape: HybridShape | LatentShape, vocabulary: Path) -> int:
     """Bytes of the file."""
     source = gguf.GGUFReader(vocabulary)
     n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
@@ -239,6 +246,8 @@ def write_model(path: Path, shape: HybridShape, vocabulary: Path) -> int:
         name = f"{shape.arch}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
         else:
@@ -258,11 +267,11 @@ def write_model(path: Path, shape: HybridShape, vocabulary: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
-    parser.add_argument("--like", choices=SHAPES, default="qwen3.5-0.8b")
+    parser.add_argument("--like", choices=ALL_SHAPES, default="qwen3.5-0.8b")
     parser.add_argument("--layers", type=int, help="fewer, or more, than the model has")
     parser.add_argument("--vocabulary", type=Path, help="a model whose tokenizer is taken")
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.like]
+    shape = ALL_SHAPES[arguments.like]
     shape = shape if arguments.layers is None else replace(shape, layers=arguments.layers)
     n_bytes = write_model(arguments.out, shape, arguments.vocabulary or default_model())
     n_weights = sum(math.prod(tensor.shape) for tensor in model_tensors(shape, 0))
