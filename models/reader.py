@@ -160,8 +160,8 @@ class Architecture:
     norm_epsilon: str | None = None  # the key that has it too, and counts where the usual one is absent
     # the mixer of each layer and of each block behind the layers (its index), where none has Attention
     mixer: Callable[[Reader, int], Mixer] | None = None
-    # all layers, where their sizes are not those of one common layer, or where blocks of the file are not a mixer and then
-    # a network; None for those
+    # all layers, where their sizes are not those of one common layer, or blocks of the file are not a mixer and then a
+    # network; None for those
     layers: Callable[[Reader], tuple[Layer, ...]] | None = None
     # tensors that some files have, and no layer reads
     unused: Callable[[Reader], Set[str]] = _none_unused

@@ -990,10 +990,10 @@ class Layer:
 
     mixer: Mixer
     ffn: FeedForward
+    end: LayerEnd | None = None
     # whether the mixer reads the residual stream as the mixer of the layer before did, which has no network: so both
     # add to it side by side
     is_beside: bool = False
-    end: LayerEnd | None = None
 
 
 class _Shaped(Protocol):

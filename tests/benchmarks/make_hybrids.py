@@ -1,11 +1,12 @@
-"""Random models with recurrent layers, and of Gemma 4, for benchmarks: of the shapes of released ones, or of fewer layers.
+"""Random models with recurrent layers, latent attention, and of Gemma 4, for benchmarks: of the shapes of released ones.
 
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.5-0.8b
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8
 
 --like names the sizes: `qwen3.5-0.8b` and `qwen3.5-4b` are dense with gated delta nets, `qwen3.6-35b-a3b` has experts,
-`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `gemma4-e2b`, `gemma4-e4b` and
-`gemma4-26b-a4b` are in gemma4_shapes.py; their matrices with short rows are in Q8_0. The sizes are those of the
+`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `glm-4.7-flash` has latent
+attention and experts (latent_shapes.py), and takes 17 GB. `gemma4-e2b`, `gemma4-e4b` and `gemma4-26b-a4b` are in
+gemma4_shapes.py; their matrices with short rows are in Q8_0. The sizes are those of the
 released configurations, the vocabulary that of --vocabulary, by default of the default model, and smaller than theirs.
 Weights are random, of mean zero, in Q4_K and, in the output matrix, Q6_K; the same flags give the same bytes. So the
 figures of passes are those of the shapes, but the texts say nothing. It writes tensor by tensor. One JSON line on
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 import gemma4_shapes
 import numpy as np
 from gemma4_shapes import Gemma4Shape
+from latent_shapes import LATENT_SHAPES, LatentShape, latent_keys, latent_tensors
 from make_experts import Late, Tensor, add_vocabulary
 
 from edgeinfer.loading.open import default_model
@@ -100,6 +102,7 @@ SHAPES: dict[str, HybridShape | Gemma4Shape] = {
         n_dense=2,
     ),
 }
+ALL_SHAPES: dict[str, HybridShape | LatentShape] = {**SHAPES, **LATENT_SHAPES}
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -174,10 +177,12 @@ def layer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
         yield Tensor(f"{block}exp_probs_b.bias", (shape.experts,), "f32", 0.1)
 
 
-def model_tensors(shape: HybridShape | Gemma4Shape, n_vocab: int) -> list[Tensor]:
-    """All of a model, in the order of the file. Embeddings are the output matrix, as in the smaller ones."""
+def model_tensors(shape: HybridShape | Gemma4Shape | LatentShape, n_vocab: int) -> list[Tensor]:
+    """All of a model, in the order of the file. Embeddings of hybrids are the output matrix, as in the smaller ones."""
     if isinstance(shape, Gemma4Shape):
         return gemma4_shapes.model_tensors(shape, n_vocab)
+    if isinstance(shape, LatentShape):
+        return latent_tensors(shape, n_vocab)
     norm = "token_embd_norm" if shape.is_lfm2 else "output_norm"
     return [
         Tensor("token_embd.weight", (n_vocab, shape.n_embd), "q6_k", 1.0),
@@ -189,8 +194,10 @@ def model_tensors(shape: HybridShape | Gemma4Shape, n_vocab: int) -> list[Tensor
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def keys_of(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]:
+def keys_of(shape: HybridShape | LatentShape) -> Iterator[tuple[str, int | float | bool | list[int]]]:
     """Metadata, without the architecture in front."""
+    if isinstance(shape, LatentShape):
+        return (yield from latent_keys(shape).items())
     yield from [
         ("block_count", shape.layers),
         ("context_length", 32768),
@@ -233,7 +240,7 @@ def keys_of(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]
             yield "expert_gating_func", 2
 
 
-def write_model(path: Path, shape: HybridShape | Gemma4Shape, vocabulary: Path) -> int:
+def write_model(path: Path, shape: HybridShape | Gemma4Shape | LatentShape, vocabulary: Path) -> int:
     """Bytes of the file."""
     source = gguf.GGUFReader(vocabulary)
     n_vocab = len(source.fields["tokenizer.ggml.tokens"].data)
@@ -245,6 +252,8 @@ def write_model(path: Path, shape: HybridShape | Gemma4Shape, vocabulary: Path) 
         name = f"{shape.arch}.{key}"
         if isinstance(value, list):
             writer.add_array(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
         elif isinstance(value, float):
             writer.add_float32(name, value)
         else:
@@ -264,11 +273,11 @@ def write_model(path: Path, shape: HybridShape | Gemma4Shape, vocabulary: Path) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT.gguf")
-    parser.add_argument("--like", choices=SHAPES, default="qwen3.5-0.8b")
+    parser.add_argument("--like", choices=ALL_SHAPES, default="qwen3.5-0.8b")
     parser.add_argument("--layers", type=int, help="fewer, or more, than the model has")
     parser.add_argument("--vocabulary", type=Path, help="a model whose tokenizer is taken")
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.like]
+    shape = ALL_SHAPES[arguments.like]
     shape = shape if arguments.layers is None else replace(shape, layers=arguments.layers)
     n_bytes = write_model(arguments.out, shape, arguments.vocabulary or default_model())
     n_weights = sum(math.prod(tensor.shape) for tensor in model_tensors(shape, 0))

@@ -219,7 +219,7 @@ void routing(const Kernels& kernels) {
     }
 }
 
-enum class SecondLayer { Dense, Experts, DeltaNet, ShortConv };
+enum class SecondLayer { Dense, Experts, DeltaNet, ShortConv, Latents };
 
 // A decoder of random weights in one format, with everything that only some architectures have for some of them.
 class RandomDecoder {
@@ -230,7 +230,15 @@ public:
         if (second == SecondLayer::Experts) config_.layers[1].ffn = experts_of(format);
         if (second == SecondLayer::DeltaNet) config_.layers[1].mixer = DeltaNetConfig{2, 6, 48, 4, true, false};
         if (second == SecondLayer::ShortConv) config_.layers[1].mixer = ShortConvConfig{256, 3};
-        if (second == SecondLayer::DeltaNet) std::get<AttentionConfig>(config_.layers[0].mixer).gate = OutputGate::InQ;
+        AttentionConfig& first = std::get<AttentionConfig>(config_.layers[0].mixer);
+        if (second == SecondLayer::DeltaNet) first.gate = OutputGate::InQ;
+        if (second == SecondLayer::ShortConv) first.gate = OutputGate::PerHead, first.gate_is_softplus = true;
+        if (second == SecondLayer::Latents) {
+            first.gate = OutputGate::PerNumber;
+            config_.layers[1].mixer = LatentConfig{5, 256, 32, 256, 256, 256, 1, 0.06f};
+            config_.ropes.push_back({false, std::vector<double>(16, 0.3), 1.0, {}});
+            config_.embedding_norm = true;
+        }
         for (int layer = 0; layer < config_.n_layers(); layer++) add_layer(layer);
         if (format == Format::Q4_0) {
             front_.kind = FrontKind::GatedFusion;
@@ -288,6 +296,8 @@ private:
         } else if (config.short_conv()) {
             vector(mixer + "conv", 3 * 256);
             matrix(mixer + "input", 3 * 256, 256), matrix(mixer + "output", 256, 256);
+        } else if (config.latent_attention()) {
+            add_latents(mixer, *config.latent_attention());
         } else {
             add_attention(mixer, ffn, *config.attention());
         }
@@ -306,7 +316,17 @@ private:
         matrix(mixer + "output", 256, net.n_v());
     }
 
+    void add_latents(const std::string& mixer, const LatentConfig& latents) {
+        vector(mixer + "q_norm", latents.n_q_latent), vector(mixer + "kv_norm", latents.n_latent);
+        matrix(mixer + "q_a", latents.n_q_latent, 256), matrix(mixer + "q_b", latents.n_q(), latents.n_q_latent);
+        matrix(mixer + "kv", latents.n_row(), 256);
+        matrix(mixer + "k_b", latents.n_heads * latents.n_latent, latents.n_plain);
+        matrix(mixer + "v_b", latents.n_heads * latents.n_value, latents.n_latent);
+        matrix(mixer + "output", 256, latents.n_heads * latents.n_value);
+    }
+
     void add_attention(const std::string& mixer, const std::string& ffn, const AttentionConfig& attention) {
+        if (attention.n_gate()) matrix(mixer + "gate", attention.n_gate(), 256);
         vector(mixer + "q_bias", attention.n_q_rows());
         if (attention.key_bias) vector(mixer + "k_bias", 96);
         if (attention.qk_norm == QKNorm::PerHead) {
@@ -467,6 +487,11 @@ void decoders(const Kernels& kernels, bool few) {
                 passes(kernels, kind, random);
                 long_chain(kernels, kind, random);
             }
+        }
+        for (const KvType kv_type : {KvType::F16, KvType::Q8_0}) {
+            if (format != Format::Q8_0 && format != Format::Q4_K) continue;
+            RandomDecoder random(kernels, format, kv_type, SecondLayer::Latents);
+            passes(kernels, name("latents-", static_cast<int>(kv_type), format), random);
         }
         if (format == Format::I2_S || (few && !has_other_experts(format))) continue;  // I2_S: not of experts
         RandomDecoder random(kernels, format, KvType::F16, SecondLayer::Experts);
