@@ -1,4 +1,5 @@
-"""Random models with recurrent layers, latent attention, and of Gemma 4, for benchmarks: of the shapes of released ones.
+"""Random models with recurrent layers, latent attention, and of Gemma 4, for benchmarks: of the shapes of released
+ones, or of fewer layers.
 
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.5-0.8b
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8

@@ -152,7 +152,7 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama: ModelFile) -> None:
     of_files = (ARCHITECTURES, EXPERT_ARCHITECTURES, HYBRID_ARCHITECTURES, GATED_ARCHITECTURES, LATENT_ARCHITECTURES)
-    known = sorted({*MAMBA_ARCHITECTURES, *(name for names in of_files for name in names)})
+    known = sorted({"gemma4", *MAMBA_ARCHITECTURES, *(name for names in of_files for name in names)})
     assert supported_architectures() == known
     for name in ["mamba", "spec", "reader", "rope", "", None, 7]:
         message = refusal(changed(tiny_llama, {"general.architecture": name}))
