@@ -103,7 +103,7 @@ SHAPES: dict[str, HybridShape | Gemma4Shape] = {
         n_dense=2,
     ),
 }
-ALL_SHAPES: dict[str, HybridShape | LatentShape] = {**SHAPES, **LATENT_SHAPES}
+ALL_SHAPES: dict[str, HybridShape | Gemma4Shape | LatentShape] = {**SHAPES, **LATENT_SHAPES}
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
