@@ -3,10 +3,11 @@
     python tests/benchmarks/bench_memory_grid.py [SMOLLM2.gguf] --folder MODELS --json grid.json
 
 Each cell is one load in a process of its own. It fills the context, draws from all of a flat distribution, repeats a
-text so that drafts are long, and answers in a chat; then the peak of the process is compared with the plan. --cells
-"gemma 512" runs those whose line has all these words. --parts: print purposes and stages too. The models are written to
-the folder where they are missing, 2 GB; SMOLLM2 is the default model. --json: also to a file after each cell, which is
-read first, so that a run goes on where another one ended. Linux only. One JSON line last.
+text so that drafts are long, and answers in a chat; in a hybrid all texts have had all states and rows before that they
+can have. The peak of the process is compared with the plan. --cells "gemma 512" runs those whose line has all these words.
+--parts: print purposes and stages too. The models are written to the folder where they are missing, 2.5 GB; SMOLLM2 is
+the default model. --json: also to a file after each cell, which is read first, so that a run goes on where another one
+ended. Linux only. One JSON line last.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 SUPPORT = Path(__file__).parents[1] / "support"
 MIB = 1 << 20
 N_ANSWER, N_REPEATED = 16, 48  # tokens of an answer, and of one that repeats a text
+ROWS = 32  # tokens of a recurrence that are pending, and as many that are in no state yet
 MEMORY = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -77,17 +79,21 @@ SHAPES = {
     "phi-200k": Shape("phi3", "Q8_0", "bpe pairs", 200064, 768, 4, 6, 2, 2048),
     "qwen-256k": Shape("qwen3", "F16", "bpe", 256000, 256, 4, 4, 2, 768, tied=False),
 }
+HYBRIDS = {"qwen3.5-0.8b": 24, "lfm2-8b-a1b": 8}  # layers, by name of make_hybrids.SHAPES
 
 
 def cells() -> list[Cell]:
     """All of the grid."""
     found = []
+    for model in HYBRIDS:
+        found += [Cell(model, 2048, draft="none", more={"parallel": n, "n_batch": 256}) for n in (1, 4, 8)]
+        found += [Cell(model, 2048, draft="auto", more={"parallel": 4, "n_batch": 256})]
     for model in ("smollm2", *SHAPES):
         found += [Cell(model, 512), Cell(model, 512, draft="auto"), Cell(model, 1024, "k6v4", "auto")]
     for model in ("smollm2", "gemma-262k"):
         found += [Cell(model, 16), Cell(model, 64), Cell(model, 64, draft="auto"), Cell(model, 512, "q8_0")]
         found += [Cell(model, 512, packed=True), Cell(model, 2048, "q8_0", "auto", packed=True)]
-        found += [Cell(model, 512, more={"n_threads": 1}), Cell(model, 1024, more={"n_batch": 64})]
+        found += [Cell(model, 512, more={"n_threads": 1}), Cell(model, 1024, more={"n_batch": 256})]
     found += [Cell("unordered-262k", 8192), Cell("qwen-256k", 8192, "q8_0", "auto")]
     return found
 
@@ -123,6 +129,16 @@ def write_model(path: Path, shape: Shape) -> None:
     )
 
 
+def write_hybrid(path: Path, name: str, vocabulary: Path | None) -> None:
+    """Write a model with a shape of make_hybrids. vocabulary: a model that has one."""
+    import make_hybrids
+
+    from edgeinfer.loading.open import default_model
+
+    shape = replace(make_hybrids.SHAPES[name], layers=HYBRIDS[name])
+    make_hybrids.write_model(path, shape, vocabulary or default_model())
+
+
 def model_of(cell: Cell, folder: Path, smollm2: Path | None) -> Path:
     """The file of a cell, which is written if it is not there."""
     if cell.model == "smollm2":
@@ -131,7 +147,9 @@ def model_of(cell: Cell, folder: Path, smollm2: Path | None) -> Path:
         path = default_model() if smollm2 is None else smollm2
     else:
         path = folder / f"{cell.model}.gguf"
-        if not path.exists():
+        if cell.model in HYBRIDS and not path.exists():
+            write_hybrid(path, cell.model, smollm2)
+        elif not path.exists():
             write_model(path, SHAPES[cell.model])
     if cell.packed:
         from bench_memory import packed_beside
@@ -169,6 +187,9 @@ def use(engine: Any, mark: Any) -> None:
     n_prompt = n_ctx - n_answer
     text = engine.tokenize((SUPPORT.parents[1] / "LICENSE").read_text()[: 8 * n_ctx])
     prompt = (text * (1 + n_ctx // len(text)))[:n_prompt]
+    if engine.memory_plan.use.states:
+        fill_states(engine, prompt)
+        mark("states")
     engine.generate(prompt, max_tokens=n_answer, temperature=0.0, loop_guard=0)
     mark("long prompt")
     n_vocab = engine.tokenizer.n_vocab
@@ -183,6 +204,27 @@ def use(engine: Any, mark: Any) -> None:
     if n_ctx >= 512:
         "".join(piece.text for piece in Conversation(engine).send("Say something of the sea.", max_tokens=n_answer))
         mark("chat")
+
+
+def fill_states(engine: Any, text: list[int]) -> None:
+    """Texts that run at once with all states and rows that they can have."""
+    from edgeinfer.backends.base import Rows, run_sequence
+
+    model, n_texts = engine.session.model, engine.memory_plan.n_sequences
+    engine.session.truncate(0)
+    model.forget_parked()
+    sessions = [model.session() for _ in range(n_texts)]
+    for session in sessions:
+        for first in range(0, engine.n_ctx // n_texts - 5 * ROWS, 2 * ROWS):
+            run_sequence(session, text[first : first + 2 * ROWS])  # each leaves a checkpoint
+    model.forward([Rows(session, text[: 2 * ROWS]) for session in sessions])  # states before it and after it
+    for _ in range(2):
+        model.forward([Rows(session, text[:ROWS]) for session in sessions])
+        for session in sessions:
+            session.commit(range(ROWS))
+    model.forward([Rows(session, text[:ROWS]) for session in sessions])  # beside those that are in no state
+    for session in sessions:
+        session.close()
 
 
 def in_a_process(cell: Cell, path: Path, cache: Path) -> dict[str, Any]:

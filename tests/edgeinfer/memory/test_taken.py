@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from large_vocabularies import add_large_bpe, add_large_spm
+from tiny_hybrids import write_tiny_hybrid
 from tiny_models import write_tiny_model
 
 from edgeinfer.memory.process import peak_bytes
@@ -66,3 +67,16 @@ def test_other_vocabularies_take_what_is_planned(tmp_path: Path, tied: bool, wri
     sizes = {"n_embd": 512, "n_layers": 4, "n_heads": 8, "n_ff": 2048, "n_vocab": 100_000}
     path = write_tiny_model(tmp_path / "m.gguf", "llama", "Q8_0", n_distinct=64, tied=tied, vocabulary=write, **sizes)
     check(path, tmp_path, n_ctx=512, draft="auto")
+
+
+@pytest.mark.parametrize(
+    "architecture, draft, parallel", [("qwen35", "none", 1), ("qwen35", "none", 4), ("qwen35moe", "auto", 8)]
+)
+def test_states_of_several_texts_take_what_is_planned(
+    tmp_path: Path, architecture: Literal["qwen35", "qwen35moe"], draft: str, parallel: int
+) -> None:
+    """Six recurrent layers, states of 19 MB. With experts there is a block that drafts, too."""
+    sizes = {"n_embd": 256, "n_state": 128, "n_key_heads": 16, "n_nextn": int(draft == "auto"), "n_vocab": 4000}
+    kinds = [*["recurrent"] * 6, "attention"]
+    path = write_tiny_hybrid(tmp_path / "m.gguf", architecture, "Q8_0", kinds=kinds, n_ctx_train=4096, **sizes)
+    check(path, tmp_path, n_ctx=448 * parallel, n_batch=256, parallel=parallel, draft=draft)
