@@ -46,7 +46,7 @@ from edgeinfer.many import (
     is_decided,
     seed_of_sample,
 )
-from edgeinfer.memory.budget import Ledger
+from edgeinfer.memory.budget import Item, Ledger
 from edgeinfer.memory.process import peak_bytes, resident_bytes
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.reasoning import OutputParser
@@ -85,6 +85,7 @@ class Loaded:
     ledger: Ledger = Ledger(())  # what was planned for the whole process
     n_parallel: int = 1  # most texts that run at once
     tbt: float = DEFAULT_TBT_MS  # milliseconds of a pass that reads a prompt beside texts that run
+    room: int | None = None  # bytes that a budget leaves beside the ledger, None without a budget
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Engine(OfOneProcess):
         self.experts = helpers.experts
         self.device_experts = helpers.device_experts
         self.contexts = self.scheduler.contexts = helpers.contexts
-        self._ledger = loaded.ledger
+        self._ledger, self._room = loaded.ledger, loaded.room
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
 
@@ -283,8 +284,9 @@ class Engine(OfOneProcess):
         tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.  schema,
         regex, grammar, choices, json: what it may be, one of them; see edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
-        for ids that the model lacks, BackendUnavailable for a constraint without llguidance; while it runs
-        NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
+        for ids that the model lacks; of a constraint BackendUnavailable without llguidance, BudgetExceeded where a
+        budget leaves no room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too
+        many texts wait.
         """
         self._check_open()
         check_callback("progress", progress)
@@ -444,7 +446,10 @@ class Engine(OfOneProcess):
         others = self.session.model.process_ids if isinstance(self.session.model, HasProcesses) else ()
         resident = resident_bytes() + sum(map(resident_bytes, others))
         peak = peak_bytes() + sum(map(peak_bytes, others))
-        return self._ledger.with_taken(held, resident, peak or None)
+        # llguidance does not tell what it holds: that is among what the process takes.
+        constraints = self.__dict__.get("_constraints")
+        planned = 0 if constraints is None else constraints.planned_bytes
+        return self._ledger.with_item(Item("constraints", planned)).with_taken(held, resident, peak or None)
 
     def interrupt(self) -> bool:
         """End the request that runs as "interrupted"; callable from any thread and signal handler.
@@ -527,7 +532,7 @@ class Engine(OfOneProcess):
     def _constraints(self) -> Constraints:
         from edgeinfer.constraints.constraint import Constraints
 
-        return Constraints(self.tokenizer)
+        return Constraints(self.tokenizer, self._room)
 
     def check_constraint(self, wanted: Wanted) -> None:
         """Read a constraint, which a request needs soon. Raises InvalidConstraint, BackendUnavailable."""

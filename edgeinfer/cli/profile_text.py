@@ -87,6 +87,7 @@ def _ledger_lines(found: Profile) -> Iterator[str]:
     what = "has" if "memory" in found.machine.given else "has free"
     fits = f"{_size(rest)} are left" if rest >= 0 else f"{_size(-rest)} too few"
     yield f"The peak is {_size(ledger.peak)}, the machine {what} {_size(found.budget)}: {fits}."
+    yield f"The first schema, grammar or tool takes up to {_size(found.first_constraint)} more."
     for name, reason in found.planned.drafters.dropped.items():
         yield f"Left out is {name}: {reason}"
 

@@ -17,6 +17,7 @@ from edgeinfer.constraints.compiling import MAX_SECONDS, WORKER, in_time
 from edgeinfer.constraints.library import one_line, open_library, open_matcher
 from edgeinfer.constraints.mask import Mask
 from edgeinfer.constraints.matching import LookAhead, MatcherPath
+from edgeinfer.constraints.memory import Room
 from edgeinfer.constraints.options import Wanted
 from edgeinfer.constraints.refusals import with_place
 from edgeinfer.constraints.values import value_of
@@ -38,8 +39,10 @@ _REASONS = {  # by Completion.finish_reason
 class Constraints:
     """The constraints of one tokeniser, each of which is read once. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, room: int | None = None) -> None:
+        """room: bytes that a budget leaves for constraints, None without a budget."""
         self._tokenizer = tokenizer
+        self._room = Room(room, tokenizer.n_vocab)
         self._lock, self._reading = threading.Lock(), threading.Lock()
         self._kept: OrderedDict[Wanted, Constraint] = OrderedDict()
 
@@ -48,20 +51,38 @@ class Constraints:
         return vocabulary_of(self._tokenizer)
 
     def read(self, wanted: Wanted) -> Constraint:
-        """The constraint. Raises InvalidConstraint, and BackendUnavailable without llguidance."""
-        open_library()
+        """The constraint.
+
+        Raises InvalidConstraint, BudgetExceeded where there is no room for it, BackendUnavailable without llguidance.
+        """
         found = self._known(wanted)
         if found is not None:
             return found
+        self._room.check(len(wanted.source), _TITLES[wanted.name])
+        open_library()
         with self._reading:  # one at a time; who wants one that is known does not wait
             found = self._known(wanted)
             if found is None:
+                self._make_room(wanted)
                 found = self._read(wanted)
                 with self._lock:
                     self._kept[wanted] = found
-                    while len(self._kept) > _MOST_KEPT:
-                        self._kept.popitem(last=False)
         return found
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory of what is kept now, by its estimate; 0 before the first constraint."""
+        with self._lock:
+            return self._room.planned([len(wanted.source) for wanted in self._kept])
+
+    def _make_room(self, wanted: Wanted) -> None:
+        """Forget those that were not used for the longest time; texts that run with one keep it to their end."""
+        with self._lock:
+            while self._kept:
+                sizes = [len(each.source) for each in (wanted, *self._kept)]
+                if len(sizes) <= _MOST_KEPT and self._room.has_room(sizes):
+                    break
+                self._kept.popitem(last=False)
 
     def _known(self, wanted: Wanted) -> Constraint | None:
         with self._lock:

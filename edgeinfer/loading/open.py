@@ -83,7 +83,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     file.unmap()
     give_back_freed()
     n_parallel, name = planned.plan.n_sequences, planned.backend.name
-    loaded = Loaded(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt)
+    loaded = Loaded(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt, plan.room)
     return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts, contexts))
 
 

@@ -61,6 +61,11 @@ class LoadPlan:
     steps: Sequence[str]  # what was reduced to fit, in words
     dropped: Mapping[str, str]  # drafters that cannot be used, with the reason
 
+    @property
+    def room(self) -> int | None:
+        """Bytes that a budget leaves when all is loaded, None without a budget."""
+        return self.limit.n_bytes - self.ledger.planned if self.limit.is_asked else None
+
     def tell(self) -> None:
         """Warn of what was reduced to fit."""
         if self.drafters is None:

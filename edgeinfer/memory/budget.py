@@ -20,6 +20,7 @@ Purpose: TypeAlias = Literal[
     "expert device",
     "threads",
     "sampling",
+    "constraints",
 ]
 
 
@@ -68,6 +69,10 @@ class Ledger:
     def parts(self, purpose: Purpose) -> tuple[Item, ...]:
         """The items of a purpose."""
         return tuple(item for item in self.items if item.purpose == purpose)
+
+    def with_item(self, item: Item) -> Ledger:
+        """The same with what is planned only when it is used; nothing of no bytes."""
+        return replace(self, items=(*self.items, item)) if item.planned else self
 
     def with_taken(self, held: Mapping[str, int], resident: int, peak: int | None) -> Ledger:
         """The same with what is taken now.

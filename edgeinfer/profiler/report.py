@@ -13,6 +13,7 @@ from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.sizes import parse_amount
 from edgeinfer.common.types import ExpertSizes
+from edgeinfer.constraints.memory import first_bytes
 from edgeinfer.library.local import default_model
 from edgeinfer.library.names import find_model
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
@@ -71,6 +72,7 @@ class Profile:
     budgets: Sequence[Fitted] = ()  # for some contexts, what more memory gains in speed
     fit_budget: int | None = None
     fit: Sequence[Fitted] | None = None  # settings that fit into `fit_budget`, best first
+    first_constraint: int = 0  # what the first schema, grammar or tool takes beside the ledger
     # what was measured, None where that was not asked for
     verification: Verification | None = None
 
@@ -106,6 +108,7 @@ class Profile:
             "budget": self.budget,
             "fits": self.fits,
             "ledger": self.ledger.as_json(),
+            "first_constraint": self.first_constraint,
             "drafters": asdict(self.planned.drafters),
             "expected": {
                 "origin": self.passes.origin,
@@ -209,6 +212,7 @@ class _Profiler:
             self._budgets(),
             fit_budget,
             found,
+            first_bytes(planner.spec.n_vocab),
         )
 
     def _speed_of(

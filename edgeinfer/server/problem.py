@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgeinfer.common.errors import (
     BackendUnavailable,
+    BudgetExceeded,
     CacheFull,
     ConstraintError,
     ContextOverflow,
@@ -81,6 +82,8 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(429, message, code="queue_full", retry_after=1)
     if isinstance(error, BackendUnavailable):
         return Problem(501, message, code="not_installed")
+    if isinstance(error, BudgetExceeded):  # of a schema or tools: asking again does not help
+        return Problem(501, message, code="over_budget")
     if isinstance(error, (CacheFull, MemoryError, DownloadError)):
         return Problem(503, message or "there is no memory left", retry_after=5)
     return Problem(500, f"the server failed ({type(error).__name__}); its log says more", code="internal_error")

@@ -8,7 +8,7 @@ An answer that differs from the fresh one in a token is an error, as is one that
 jsonschema package; then the exit code is 1. One JSON line on stdout.
 
 Run: python tests/benchmarks/check_constraints.py DATA [--model MODEL.gguf] [--most 200] [--skip 0] [--seeds 3]
-[--tokens 24] [--threads 2]
+[--tokens 24] [--characters 300] [--threads 2]
 DATA is `data` of a clone of guidance-ai/jsonschemabench.
 """
 
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0, help="schemas that another run has answered")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=24, help="most tokens of an answer")
+    parser.add_argument("--characters", type=int, default=300, help="of each schema that the question has")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--order", type=int, default=1, help="seed of the order of the schemas")
     given = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
             engine.speculator.costs = FixedCosts()
         schemas = readable(plain, given.data, given.order, given.skip + given.most, found.counts)[given.skip :]
         named = enumerate(schemas, start=given.skip)
-        asked = [each for number, schema in named for each in asked_of(plain, schema, number, given.seeds)]
+        asked = [each for number, schema in named for each in asked_of(plain, schema, number, given)]
         fresh = fresh_answers(plain, asked, given.tokens, found)
         compare(drafting, "drafts", asked, fresh, given.tokens, found)
         compare(joint, "joint", asked, fresh, given.tokens, found)
@@ -135,16 +136,16 @@ def readable(engine: Engine, data: Path, order: int, most: int, counts: Counter[
     return schemas
 
 
-def asked_of(engine: Engine, named: tuple[str, Any], number: int, n_seeds: int) -> list[Asked]:
+def asked_of(engine: Engine, named: tuple[str, Any], number: int, given: argparse.Namespace) -> list[Asked]:
     """The answers to one schema, and free texts of the same question between them."""
     name, schema = named
     asked = []
-    for seed in range(n_seeds):
-        question = question_of(schema) if seed == 0 else f"{question_of(schema)} It is number {seed + 1}."
+    for seed in range(given.seeds):
+        question = question_of(schema, given.characters) + (f" It is number {seed + 1}." if seed else "")
         for temperature in (0.0, 0.8):
             sampling = {"temperature": temperature, "seed": 1000 * number + seed}
             asked.append(Asked(name, prompt_of(engine, question), {**sampling, "schema": schema}))
-            if temperature and seed == number % n_seeds:
+            if temperature and seed == number % given.seeds:
                 asked.append(Asked(f"{name}, free", prompt_of(engine, f"{question} {FREE}"), sampling))
     return asked
 
