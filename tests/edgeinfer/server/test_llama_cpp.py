@@ -32,6 +32,10 @@ def test_prompts_of_texts_and_tokens(server, engine):
     said = server.ask("/completion", prompt=["hello", mixed, tokens], **OPTIONS)
     joined = [*tokens, *engine.tokenize(" there", add_special=False)]
     expected = [engine.generate(prompt, max_tokens=8, seed=3).text for prompt in (tokens, joined, tokens)]
+    wrapped = server.ask("/completion", prompt=[{"prompt_string": "hello"}, tokens], **OPTIONS)
+    assert [each["content"] for each in wrapped] == expected[:1] * 2
+    media = {"prompt": {"prompt_string": "hello", "multimodal_data": ["x"]}} | OPTIONS
+    assert server.post("/completion", media).status == 400
     assert [each["content"] for each in said] == expected and [each["index"] for each in said] == [0, 1, 2]
 
 

@@ -286,6 +286,7 @@ def test_models_are_listed_with_their_context(server, engine):
     listed = server.get("/v1/models").json
     assert listed["object"] == "list" and [each["id"] for each in listed["data"]] == ["tiny"]
     assert listed["data"][0]["context_length"] == engine.n_ctx
+    assert listed["data"][0]["aliases"] == ["Tiny Alias", "tiny.gguf"]
     assert server.get("/v1/models/tiny").json == listed["data"][0]
     assert server.get("/v1/models/other/name").status == 404
 

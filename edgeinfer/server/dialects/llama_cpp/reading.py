@@ -96,12 +96,22 @@ def prompts_of(given: object, limits: Limits) -> list[Any]:
         parts: list[Any] = value if isinstance(value, list) else []
         return all(isinstance(part, (int, str)) for part in parts) and any(type(part) is int for part in parts)
 
+    given = [_plain(each) for each in given] if isinstance(given, list) else _plain(given)
     several = [given] if is_one(given) else given
     if not isinstance(several, list) or not several or not all(is_one(each) for each in several):
         raise Problem(400, f"prompt must be texts, token ids, or lists of both: found {shown(given)}", param="prompt")
     if len(several) > limits.samples:
         raise Problem(400, f"there may be {limits.samples} prompts: found {len(several)}", param="prompt")
     return several
+
+
+def _plain(prompt: object) -> object:
+    """The text of a prompt that could also have images."""
+    if not isinstance(prompt, dict) or "prompt_string" not in prompt:
+        return prompt
+    if prompt.get("multimodal_data"):
+        raise Problem(400, "this model reads no images or sounds: leave out multimodal_data", param="prompt")
+    return prompt["prompt_string"]
 
 
 def joined(parts: list[Any], engine: Engine) -> list[int]:

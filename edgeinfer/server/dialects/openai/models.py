@@ -28,7 +28,15 @@ async def embeddings(server: Server, exchange: Exchange) -> None:
 
 def _entry(server: Server, name: str) -> dict[str, Any]:
     served = next((each for each in server.models.loaded if each.id == name), None)
-    return {"id": name, "object": "model", "created": server.started, "owned_by": "edgeinfer", **_sizes(served)}
+    names = {} if served is None else {"aliases": sorted(served.aliases - {name})}
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "edgeinfer",
+        **names,
+        **_sizes(served),
+    }
 
 
 def _sizes(served: Served | None) -> dict[str, Any]:
