@@ -14,7 +14,7 @@ from edgeinfer.backends.native.machine import build_id
 from edgeinfer.common.errors import CacheFull
 from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType
-from edgeinfer.models import Attention, ModelSpec
+from edgeinfer.models import Attention, LatentAttention, ModelSpec
 
 if TYPE_CHECKING:
     from edgeinfer.backends.native.session import NativeSequence
@@ -29,12 +29,14 @@ def segments_of(
     layers: dict[int, list[int]] = {}
     turned = []
     for number, layer in enumerate(spec.layers):
-        if not isinstance(layer.mixer, Attention):
+        mixer = layer.mixer
+        if not isinstance(mixer, (Attention, LatentAttention)):
             return None
-        if layer.mixer.kv_of is not None:
+        if isinstance(mixer, Attention) and mixer.kv_of is not None:
             continue
-        layers.setdefault(layer.mixer.window or 0, []).append(number)
-        rope = layer.mixer.rope
+        window = mixer.window if isinstance(mixer, Attention) else None
+        layers.setdefault(window or 0, []).append(number)
+        rope = mixer.rope
         turned.append(rope is not None and rope.long is not None and session.n_ctx > rope.long.n_ctx)
     facts = repr((_FORMAT, build_id(), cache_type, turned))
     return NativeSegments(session, state, layers, facts)
