@@ -103,7 +103,7 @@ def _layers_of(spec: ModelSpec) -> dict[str, int]:
     for weight in spec.weights():
         ref = weight.tensor
         name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref
-        layers.setdefault(name, int(weight.block.split(".")[1]) if weight.block else spec.n_layers)
+        layers.setdefault(name, spec.first_layer_of(weight.block))
     return layers
 
 

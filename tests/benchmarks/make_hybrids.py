@@ -1,4 +1,4 @@
-"""Random models with recurrent layers, and of Gemma 4, for benchmarks: of the shapes of released ones, or of fewer layers.
+"""Random models with recurrent layers, and of Gemma 4, for benchmarks: of released shapes, or with fewer layers.
 
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.5-0.8b
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8
