@@ -106,7 +106,7 @@ def test_the_sums_are_those_of_the_reference_with_any_number_of_threads(
     for tensor, (sums, counts) in expected.items():
         assert_array_equal(found[tensor][0], again[tensor][0])
         assert_array_equal(found[tensor][1], counts)
-        rtol = 1e-3 if name in GEMMA4 else 2e-4  # whose scores are not scaled
+        rtol = 1e-2 if name in GEMMA4 else 2e-4  # whose scores are not scaled
         assert_allclose(found[tensor][0], sums, rtol=rtol, atol=1e-5 * sums.max())
     fused, read = ("phi3", "qwen35", "qwen3next"), {"lfm2moe": "shortconv.in_proj"}
     assert found[f"blk.1.{read.get(name, 'attn_qkv' if name in fused else 'attn_q')}.weight"][1] == 40
