@@ -1067,6 +1067,12 @@ class ModelSpec(ModelSizes):
             if layer.end is not None:
                 yield f"layers.{index}.end", layer.end
 
+    def first_layer_of(self, block: str) -> int:
+        """The layer that a block is in, or the first one behind it: n_layers for the output matrix, the block ""."""
+        if not block:
+            return self.n_layers
+        return 0 if block == "layer_inputs" else int(block.split(".")[1])
+
     def weights(self) -> Iterator[Weight]:
         """Every tensor beside the embeddings and the table of layer_inputs, in the order in which a pass reads them.
 

@@ -82,6 +82,14 @@ def drafting_types(source: Source, spec: ModelSpec, subjects: Sequence[Subject],
     return uniform(found, (usual or [FORMATS[0]])[-1])
 
 
+def table_types(source: Source, spec: ModelSpec) -> dict[str, GGMLType]:
+    """The type of the table of LayerInputs, which is too large to be held and measured: 8 bits, where it has more."""
+    if spec.layer_inputs is None:
+        return {}
+    table = next(tensor for tensor in source.tensors if tensor.name == spec.layer_inputs.table)
+    return {table.name: GGMLType.Q8_0} if GGMLType.Q8_0 in formats_of(table) else {}
+
+
 def _products_of(spec: ModelSpec) -> dict[str, int]:
     """How many of its matrices a token is multiplied with, by tensor, without routers."""
     n_used = {
@@ -103,7 +111,7 @@ def _layers_of(spec: ModelSpec) -> dict[str, int]:
     for weight in spec.weights():
         ref = weight.tensor
         name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref
-        layers.setdefault(name, int(weight.block.split(".")[1]) if weight.block else spec.n_layers)
+        layers.setdefault(name, spec.first_layer_of(weight.block))
     return layers
 
 

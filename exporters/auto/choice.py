@@ -15,7 +15,7 @@ from edgeinfer.common import devices
 from edgeinfer.common.arguments import human_bytes
 from edgeinfer.common.errors import BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.common.types import Device
-from edgeinfer.exporters.auto.candidates import Importance, Subject, drafting_types, subjects_of
+from edgeinfer.exporters.auto.candidates import Importance, Subject, drafting_types, subjects_of, table_types
 from edgeinfer.exporters.auto.search import Limits, Mix, Search
 from edgeinfer.exporters.auto.speed import Speeds, drafted_tokens
 from edgeinfer.exporters.auto.trial import CalibrationText, windows_of
@@ -51,7 +51,7 @@ def choose_types(source: Source, request: Request, imatrix: Imatrix | None) -> T
     if not subjects:
         raise UnsupportedModel(f"{source.path}: --type auto needs weights in F32, F16 or BF16: there are none")
     importance, device = importance_by_tensor(subjects, imatrix), Device(devices.default_n_threads())
-    drafting = drafting_types(source, spec, subjects, request.size or 0)
+    drafting = drafting_types(source, spec, subjects, request.size or 0) | table_types(source, spec)
     limits = limits_of(request, source, subjects, device, drafting)
     windows = windows_of(texts, _WINDOW_TOKENS, 1, _ROWS)
     search = Search(source, subjects, importance, windows, device, state=state_path(request))

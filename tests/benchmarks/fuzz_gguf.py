@@ -4,6 +4,7 @@ Where native lacks something, llama.cpp is asked in its own process, which may c
 
     python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--only INDEX ...] [--model FILE.gguf]
     python tests/benchmarks/fuzz_gguf.py --hybrid qwen35 [...]
+    python tests/benchmarks/fuzz_gguf.py --gemma4 small [...]
 
 Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
@@ -30,6 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gguf_mutations import Mutation, mutations  # noqa: E402
+from tiny_gemma4 import GEMMA4_VARIANTS, write_tiny_gemma4  # noqa: E402
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid  # noqa: E402
 from tiny_models import write_tiny_model  # noqa: E402
 
@@ -179,10 +181,13 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="+", default=[], help="run these cases alone, by index")
     parser.add_argument("--model", type=Path, help="damage this file; default: a tiny model of 56 KB")
     parser.add_argument("--hybrid", choices=HYBRID_ARCHITECTURES, help="damage a tiny model with recurrent layers")
+    parser.add_argument("--gemma4", choices=GEMMA4_VARIANTS, help="damage a tiny model of Gemma 4")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "m.gguf"
-        if arguments.hybrid:
+        if arguments.gemma4:
+            model = write_tiny_gemma4(path, arguments.gemma4, "Q4_0")
+        elif arguments.hybrid:
             n_nextn = 0 if arguments.hybrid.startswith("lfm2") else 1
             model = write_tiny_hybrid(path, arguments.hybrid, "Q4_0", n_nextn=n_nextn)
         else:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from drafting import FixedCosts
 from tiny_experts import write_tiny_experts
+from tiny_gemma4 import GEMMA4_VARIANTS, Gemma4Variant, write_tiny_gemma4
 from tiny_heads import write_tiny_head
 from tiny_hybrids import write_tiny_hybrid
 from tiny_models import write_tiny_model
@@ -118,6 +119,15 @@ def test_what_is_read_from_disk_gives_the_text_of_what_is_computed(models: Path,
     found = ask(path, other, **options)
     assert found.usage.cached_tokens == 384 or "window" in trip  # of which only the last were there to be written
     assert found.tokens == ask(path, other, cache_disk=None, **options).tokens
+
+
+@pytest.mark.parametrize("variant", GEMMA4_VARIANTS)
+def test_layers_that_read_the_keys_of_others(variant: Gemma4Variant, models: Path) -> None:
+    path = write_tiny_gemma4(models / f"{variant}.gguf", variant, n_ctx_train=1024)
+    whole = ask(path, cache_disk=None, n_batch=32, parallel=1)
+    assert ask(path, n_batch=32, parallel=1).tokens == whole.tokens
+    again = ask(path, n_batch=32, parallel=1)
+    assert again.usage.cached_tokens == FOUND and again.tokens == whole.tokens
 
 
 def test_layers_with_sinks_and_experts(models: Path) -> None:

@@ -16,7 +16,9 @@ from edgeinfer.backends.native import NativeBackend
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
+from edgeinfer.exporters.auto.candidates import subjects_of, table_types
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
+from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
@@ -102,6 +104,15 @@ def test_the_language_model_of_one_that_sees_is_the_same(tmp_path: Path) -> None
 def test_what_a_file_cannot_say_is_refused(case: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         converted(tmp_path, case, **config)
+
+
+def test_the_table_of_the_layers_gets_8_bits_unmeasured(tmp_path: Path) -> None:
+    for case, expected in (("gemma4_small", {"per_layer_token_embd.weight": GGMLType.Q8_0}), ("gemma4", {})):
+        source = converted(tmp_path / case, case)
+        with model_file_of(source) as file:
+            spec = read_spec(file)
+        assert table_types(source, spec) == expected
+        assert "per_layer_token_embd.weight" not in {each.tensor.name for each in subjects_of(source, spec)}
 
 
 def test_a_table_of_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:

@@ -85,8 +85,32 @@ def write_tiny_gemma4(
     that each layer has of its own in "small".  fused: gate and up of experts are one tensor.
     """
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
+    n_shared = n_shared if n_shared is not None else 3 * (variant == "small")
+    sizes = _sizes(variant, is_wide, tuple(windowed), n_shared, n_embd, n_heads, head_dim, n_vocab, n_inputs)
+    writer = named_writer(path, "gemma4", tensor_type)
+    keys = {"context_length": n_ctx_train, "attention.sliding_window": window, **_keys(sizes)}
+    add_keys(writer, {f"gemma4.{key}": value for key, value in keys.items()} | dict(metadata or {}))
+    (vocabulary or add_bpe)(writer, n_vocab, {}, CHATML)  # type: ignore[operator]
+    for name, shape in _shapes(sizes, fused):
+        _add(writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types or {}), seed)
+    n_pairs = sizes.head_dim[1] // 2
+    factors = np.where(np.arange(n_pairs) < n_pairs // 4, 1, 1e30)
+    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    return written(writer, path)
+
+
+def _sizes(
+    variant: Gemma4Variant,
+    is_wide: bool,
+    windowed: tuple[bool, ...],
+    n_shared: int,
+    n_embd: int | None,
+    n_heads: int,
+    head_dim: tuple[int, int],
+    n_vocab: int,
+    n_inputs: int | None,
+) -> Gemma4Sizes:
     n_layers, is_small = len(windowed), variant == "small"
-    n_shared = n_shared if n_shared is not None else 3 * is_small
     n_ff = 256 if is_wide else 96
     sizes = Gemma4Sizes(
         *(tuple(windowed), n_layers - n_shared, n_embd or (256 if is_wide else 96), n_heads),
@@ -98,18 +122,7 @@ def write_tiny_gemma4(
         has_experts=variant == "experts",
         keys_are_values=not is_small,
     )
-    if is_wide:
-        sizes = replace(sizes, n_ff_expert=256)
-    writer = named_writer(path, "gemma4", tensor_type)
-    keys = {"context_length": n_ctx_train, "attention.sliding_window": window, **_keys(sizes)}
-    add_keys(writer, {f"gemma4.{key}": value for key, value in keys.items()} | dict(metadata or {}))
-    (vocabulary or add_bpe)(writer, n_vocab, {}, CHATML)  # type: ignore[operator]
-    for name, shape in _shapes(sizes, fused):
-        _add(writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types or {}), seed)
-    n_pairs = sizes.head_dim[1] // 2
-    factors = np.where(np.arange(n_pairs) < n_pairs // 4, 1, 1e30)
-    writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    return written(writer, path)
+    return replace(sizes, n_ff_expert=256) if is_wide else sizes
 
 
 def _keys(sizes: Gemma4Sizes) -> dict[str, Value]:

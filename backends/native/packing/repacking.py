@@ -20,6 +20,7 @@ from edgeinfer.backends.native.weights import (
     Packing,
     embedding_of,
     inputs_of,
+    layer_table_of,
     pack_matrix,
     pack_weights,
     packed_bytes,
@@ -63,6 +64,7 @@ class RepackableModel:
         pack_weights(self._weights, file, self._parts, self._threads)
         self._rows = embedding_of(file, spec, self._parts, is_held=True)
         self._embedding = self._held_embedding()
+        self._table = self._held_table()
         self._records = resident_experts(self._experts, file, self._threads) if self._experts.layers else None
         plan = MemoryPlan(LoadSettings(n_tokens, n_batch=n_tokens), MemoryUse(0, 0, 0))
         device = Device(device.n_threads, device.isa or best_isa())
@@ -77,10 +79,10 @@ class RepackableModel:
     def bytes_of(file: ModelFile, spec: ModelSpec, n_tokens: int, n_threads: int) -> int:
         """What such a model takes in memory. Raises UnsupportedModel."""
         parts, experts = parts_of(file, spec.weights()), experts_of(file, spec, Packing())
-        rows = embedding_of(file, spec, parts, is_held=True)
+        rows = (embedding_of(file, spec, parts, is_held=True), layer_table_of(file, spec, is_held=True))
         config = _config_of(spec, n_tokens, inputs_of(parts) | experts.inputs())
         others = config.kv_bytes(_core.KvType.f16, n_tokens) + config.activation_bytes(_core.FrontConfig(), n_threads)
-        return packed_bytes(parts) + experts.n_bytes + (0 if rows is None else rows.n_bytes) + others
+        return packed_bytes(parts) + experts.n_bytes + sum(each.n_bytes for each in rows if each is not None) + others
 
     def read(self, tokens: Sequence[int], rows: Sequence[int]) -> Logits:
         """The logits of some rows of a sequence. Raises Interrupted."""
@@ -110,13 +112,14 @@ class RepackableModel:
 
     def first_layer_of(self, name: str) -> int:
         """The first layer that reads a tensor: 0 for the embeddings, n_layers for the output matrix alone."""
-        if name == self.spec.token_embd:
+        inputs = self.spec.layer_inputs
+        if name == self.spec.token_embd or (inputs is not None and name == inputs.table):
             return 0
         blocks = [part.block for part in self._parts if part.name == name]
         blocks += [
             f"layers.{layer.index}" for layer in self._experts.layers if any(part.name == name for part in layer.parts)
         ]
-        return min(int(block.split(".")[1]) if block else self.spec.n_layers for block in blocks)
+        return min(self.spec.first_layer_of(block) for block in blocks)
 
     def repack(self, name: str) -> None:
         """Take a matrix, or those of experts, from the file as it is now. Vectors stay. Raises ModelFileError."""
@@ -125,6 +128,8 @@ class RepackableModel:
                 pack_matrix(self._weights, self._file, part, self._threads)
         if self._embedding is not None and name == self.spec.token_embd:
             _copy(self._file, name, self._embedding)
+        if self._table is not None and self.spec.layer_inputs is not None and name == self.spec.layer_inputs.table:
+            _copy(self._file, name, self._table)
         if self._records is not None:
             _repack_experts(self._experts, self._records, self._file, name, self._threads)
 
@@ -139,11 +144,19 @@ class RepackableModel:
         if rows.place == "output":
             set_embedding(self._weights, self._file, rows)
             return None
+        return self._held(rows, of_layers=False)
+
+    def _held_table(self) -> NDArray[np.uint8] | None:
+        """The bytes of the table of LayerInputs, None without."""
+        rows = layer_table_of(self._file, self.spec, is_held=True)
+        return None if rows is None else self._held(rows, of_layers=True)
+
+    def _held(self, rows: EmbeddingRows, of_layers: bool) -> NDArray[np.uint8]:
         info = rows.info
         held = np.empty(info.n_bytes, np.uint8)
         _copy(self._file, info.name, held)
         n_vocab, n_embd = info.shape
-        self._weights.set_embedding(int(info.type), n_vocab, n_embd, held)
+        self._weights.set_embedding(int(info.type), n_vocab, n_embd, held, of_layers)
         return held
 
     def _read(self, ids: TokenIds, requested: NDArray[np.int32]) -> Logits:
