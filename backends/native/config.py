@@ -18,8 +18,12 @@ from edgeinfer.models import (
     FeedForward,
     GatedDeltaNet,
     Layer,
+    Mamba2,
     Mixer,
     ModelSpec,
+    NoFeedForward,
+    PlainDense,
+    PlainExperts,
     RopeSpec,
     ShortConv,
     attention_of,
@@ -39,6 +43,10 @@ _OF_DELTA_NET = (
     *("step_bias", "out_norm", "output", "norm", "beta", "alpha", "beta_alpha"),
 )
 _OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
+_OF_MAMBA2 = (
+    *("n_embd", "n_conv", "conv", "n_heads", "head_dim", "n_groups", "n_per_key", "input", "decay", "skip"),
+    *("step_bias", "output", "norm", "conv_bias", "out_norm"),
+)
 _OF_DENSE = ("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm")
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
@@ -50,8 +58,12 @@ BLOCKS: dict[type, Sequence[str]] = {
     Attention: _OF_ATTENTION,
     GatedDeltaNet: _OF_DELTA_NET,
     ShortConv: _OF_SHORT_CONV,
+    Mamba2: _OF_MAMBA2,
     Dense: _OF_DENSE,
+    PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
+    NoFeedForward: ("n_embd",),
     Experts: _OF_EXPERTS,
+    PlainExperts: _OF_EXPERTS,
 }
 _LANES = 16  # numbers that recurrent layers compute together: heads and channels are whole multiples
 # Those of the parts of heads around their decoder.
@@ -83,7 +95,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn))
+        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn), layer.is_beside)
     return config
 
 
@@ -124,19 +136,22 @@ def _bytes_of(config: _core.DecoderConfig, settings: LoadSettings, n_positions: 
 
 
 def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
+    windows = (layer for layer in spec.layers if layer.mixer.state_kind == "window_kv")
+    layers = tuple(replace(layer, is_beside=False) for layer in windows)
     whole = tuple(replace(layer, mixer=replace(attention_of(layer), window=None)) for layer in layers)
 
     def n_bytes(of: tuple[Layer, ...]) -> int:
         config = decoder_config(replace(spec, layers=of), settings.n_ctx, settings.n_batch)
         return _bytes_of(config, settings, n_positions) if of else 0
 
-    windows, others = n_bytes(layers), n_bytes(whole)
-    return windows if windows < others else 0
+    of_windows, others = n_bytes(layers), n_bytes(whole)
+    return of_windows if of_windows < others else 0
 
 
 def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
-    layers = tuple(layer for layer in spec.layers if layer.mixer.state_kind == "recurrent")
+    layers = tuple(
+        replace(layer, ffn=NoFeedForward(spec.n_embd)) for layer in spec.layers if layer.mixer.state_kind == "recurrent"
+    )
     config = decoder_config(replace(spec, layers=layers), settings.n_ctx, settings.n_batch)
     return _bytes_of(config, settings, n_positions) if layers else 0
 
@@ -169,6 +184,8 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
         sizes: dict[str, int] = {}
         if isinstance(block, GatedDeltaNet):
             sizes = {"heads": block.head_dim}
+        elif isinstance(block, Mamba2):
+            sizes = {"heads": block.head_dim, "keys": block.n_per_key}
         elif isinstance(block, ShortConv):
             sizes = {"rows": block.n_embd}
         for what, n in sizes.items():
@@ -180,7 +197,7 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
 
 def _mixer(
     config: _core.DecoderConfig, block: Mixer, ropes: dict[RopeSpec, int], scales: list[tuple[object, ...]]
-) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig:
+) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.Mamba2Config | _core.ShortConvConfig:
     """A mixer; ropes: those that the config has, to which its own is added."""
     if isinstance(block, GatedDeltaNet):
         return _core.DeltaNetConfig(
@@ -190,6 +207,14 @@ def _mixer(
             n_conv=block.n_conv,
             modulo=block.key_heads == "modulo",
             joint_steps=block.beta_alpha is not None,
+        )
+    if isinstance(block, Mamba2):
+        return _core.Mamba2Config(
+            n_heads=block.n_heads,
+            head_dim=block.head_dim,
+            n_groups=block.n_groups,
+            n_per_key=block.n_per_key,
+            n_conv=block.n_conv,
         )
     if isinstance(block, ShortConv):
         return _core.ShortConvConfig(n_channels=block.n_embd, n_conv=block.n_conv)
@@ -217,7 +242,11 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
     )
 
 
-def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
+def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig | _core.NoFeedForwardConfig:
+    if isinstance(block, NoFeedForward):
+        return _core.NoFeedForwardConfig()
+    if isinstance(block, PlainDense):
+        return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation], is_plain=True)
     if isinstance(block, Dense):
         return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation])
     if not isinstance(block, Experts):

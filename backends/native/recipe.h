@@ -60,20 +60,37 @@ struct DeltaNetConfig {
     int key_head(int value_head) const {
         return modulo ? value_head % n_key_heads : value_head / (n_value_heads / n_key_heads);
     }
-    RecurrentSizes state_sizes() const { return {n_value_heads, head_dim, n_k(), n_channels(), n_conv}; }
+    RecurrentSizes state_sizes() const { return {n_value_heads, head_dim, n_k(), n_channels(), n_conv, head_dim}; }
 };
 
 // A gated short convolution of n_channels, the width of the residual stream.
 struct ShortConvConfig {
     int n_channels, n_conv;
 
-    RecurrentSizes state_sizes() const { return {0, 0, 0, n_channels, n_conv}; }
+    RecurrentSizes state_sizes() const { return {0, 0, 0, n_channels, n_conv, 0}; }
 };
 
+// Mamba2: n_heads states (n_per_key, head_dim), of which n_heads / n_groups that follow one another share B and C.
+struct Mamba2Config {
+    int n_heads, head_dim, n_groups, n_per_key, n_conv;
+
+    int n_v() const { return n_heads * head_dim; }
+    int n_k() const { return n_groups * n_per_key; }
+    int n_channels() const { return n_v() + 2 * n_k(); }
+    int n_input_rows() const { return n_v() + n_channels() + n_heads; }
+    int group_of(int head) const { return head / (n_heads / n_groups); }
+    RecurrentSizes state_sizes() const { return {n_heads, head_dim, n_k(), n_channels(), n_conv, n_per_key}; }
+};
+
+// is_plain: without a gate; relu2 is the only activation then.
 struct DenseConfig {
     int n_ff;
     Activation activation = Activation::Silu;
+    bool is_plain = false;
 };
+
+// A layer that is a mixer alone.
+struct NoFeedForwardConfig {};
 
 enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus };
 
@@ -90,11 +107,14 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
 };
 
-using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig>;
+using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, Mamba2Config>;
+using FeedForwardConfig = std::variant<DenseConfig, ExpertsConfig, NoFeedForwardConfig>;
 
 struct LayerConfig {
     MixerConfig mixer;
-    std::variant<DenseConfig, ExpertsConfig> ffn;
+    FeedForwardConfig ffn;
+    // The mixer reads the residual stream as the mixer before it did, in a layer without a network. Attention only.
+    bool is_beside = false;
 
     LayerSizes state_sizes() const {
         return std::visit([](const auto& block) -> LayerSizes { return block.state_sizes(); }, mixer);
@@ -103,6 +123,7 @@ struct LayerConfig {
     const AttentionConfig* attention() const { return std::get_if<AttentionConfig>(&mixer); }
     const DeltaNetConfig* delta_net() const { return std::get_if<DeltaNetConfig>(&mixer); }
     const ShortConvConfig* short_conv() const { return std::get_if<ShortConvConfig>(&mixer); }
+    const Mamba2Config* mamba2() const { return std::get_if<Mamba2Config>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -170,6 +191,13 @@ struct DecoderConfig {
     template <class Number>
     int most_of_short_convs(const Number& number) const {
         return most([&](const LayerConfig& layer) { return layer.short_conv() ? number(*layer.short_conv()) : 0; });
+    }
+    template <class Number>
+    int most_of_mamba2(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.mamba2() ? number(*layer.mamba2()) : 0; });
+    }
+    bool has_beside() const {
+        return most([](const LayerConfig& layer) { return static_cast<int>(layer.is_beside); }) > 0;
     }
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;

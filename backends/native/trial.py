@@ -34,7 +34,7 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse
-from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, Weight
+from edgeinfer.models import Attention, Dense, Experts, Layer, ModelSpec, PlainDense, PlainExperts, Weight
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
 
@@ -183,7 +183,8 @@ def _few_layers(model: ModelFile, spec: ModelSpec, bits: TernaryBits) -> ModelSp
     n_layers = spec.n_layers
     each = weight_bytes(model, spec, bits)[0] / n_layers
     n = min(n_layers, max(1, math.ceil(_LAYER_BYTES / max(1.0, each))))
-    layers = tuple(_without_experts(spec.layers[i * n_layers // n]) for i in range(n))
+    some = (spec.layers[i * n_layers // n] for i in range(n))
+    layers = tuple(replace(_without_experts(layer), is_beside=False) for layer in some)
     trial = replace(spec, n_layers=n, layers=layers)
     if isinstance(spec.output, str) and model.tensors[spec.output].type != GGMLType.I2_S:
         row_bytes = model.tensors[spec.output].n_bytes / spec.n_logits
@@ -197,6 +198,8 @@ def _without_experts(layer: Layer) -> Layer:
     if not isinstance(block, Experts):
         return layer
     n_ff = block.n_used * block.n_ff + block.n_ff_shared
+    if isinstance(block, PlainExperts):
+        return replace(layer, ffn=PlainDense(block.n_embd, n_ff, _name(block.up), _name(block.down), norm=block.norm))
     names = (_name(block.gate), _name(block.up), _name(block.down))
     dense = Dense(block.n_embd, n_ff, *names, norm=block.norm, post_norm=block.post_norm)
     return replace(layer, ffn=dense)

@@ -317,6 +317,38 @@ def lfm2(config: dict[str, Any]) -> Shapes:
     return {name.replace("model.norm.", "model.embedding_norm."): shape for name, shape in found.items()}
 
 
+def mamba(module: str, heads: int, head_dim: int, n_groups: int, n_state: int) -> Shapes:
+    """Of Mamba2."""
+    n_inner, n_channels = heads * head_dim, heads * head_dim + 2 * n_groups * n_state
+    return {
+        f"{module}.in_proj.weight": (n_inner + n_channels + heads, N_EMBD),
+        f"{module}.conv1d.weight": (n_channels, 1, 4),
+        f"{module}.conv1d.bias": (n_channels,),
+        f"{module}.dt_bias": (heads,),
+        f"{module}.A_log": (heads,),
+        f"{module}.D": (heads,),
+        f"{module}.norm.weight": (n_inner,),
+        f"{module}.out_proj.weight": (N_EMBD, n_inner),
+    }
+
+
+def granite_hybrid(config: dict[str, Any]) -> Shapes:
+    both = granitemoe({**config, "num_hidden_layers": 1})
+    front = "model.layers.0."
+    of_layer = {name.removeprefix(front): shape for name, shape in both.items() if name.startswith(front)}
+    others = {name: shape for name, shape in of_layer.items() if "self_attn" not in name}
+    sizes = (config[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
+    recurrence = mamba("mamba", *sizes)
+    return model(config, lambda n: (attention(config) if config["layer_types"][n] == FULL else recurrence) | others)
+
+
+def falcon_h1(config: dict[str, Any]) -> Shapes:
+    sizes = (config[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
+    layer = attention(config) | mamba("mamba", *sizes) | network("feed_forward")
+    found = model(config, lambda _: layer | norms("input_layernorm", "pre_ff_layernorm"))
+    return {name.replace("model.norm.", "model.final_layernorm."): shape for name, shape in found.items()}
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
@@ -327,6 +359,11 @@ GEMMA = {
     **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
 }
 WINDOW, FULL = "sliding_attention", "full_attention"
+GRANITE_HYBRID = {
+    **{**GRANITE, "shared_intermediate_size": 20, "position_embedding_type": "nope", "num_hidden_layers": 3},
+    **{"layer_types": ["linear_attention", FULL, "linear_attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
+    **{"mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 2},
+}
 QWEN_HYBRID = {
     **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 3 + [FULL]},
     # three value heads for each key head, so that their order shows
@@ -499,6 +536,31 @@ CASES = {
             **{"moe_layer_end_index": 1, "moe_layer_interval": 1, "rope_parameters": PLAIN},
         },
         ernie,
+    ),
+    "granitehybrid_mamba": Case(
+        *("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+        granite_hybrid,
+    ),
+    "granitehybrid_experts": Case(
+        *("GraniteMoeHybridForCausalLM", "granitemoehybrid", {**GRANITE_HYBRID, **MOE}), granite_hybrid
+    ),
+    "falcon_h1": Case(
+        *("FalconH1ForCausalLM", "falcon_h1"),
+        {
+            **{"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16},
+            **{"mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "attention_in_multiplier": 0.9, "head_dim": 16},
+            **{
+                "attention_out_multiplier": 0.8,
+                "key_multiplier": 0.7,
+                "ssm_in_multiplier": 1.1,
+                "rope_parameters": PLAIN,
+            },
+            **{"ssm_out_multiplier": 0.6, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "mlp_multipliers": [0.9, 0.4]},
+            **{"projectors_bias": False, "rope_parameters": PLAIN},
+        },
+        falcon_h1,
     ),
     "qwen35": Case(
         *("Qwen3_5ForCausalLM", "qwen3_5_text", {**QWEN_HYBRID, "output_gate_type": "swish"}),

@@ -29,6 +29,8 @@ private:
 
     PerExpert per_expert(const Weights& weights, const std::string& name, int n) const;
     void check_layout(const std::string& name) const;
+    // Whether there are no gates: what the file calls up is in their place.
+    bool is_plain() const { return experts_.parts[static_cast<int>(ExpertPart::Up)].n_out == 0; }
     void score(const Pass& pass, int thread, const Inputs& inputs) const;
     void choose(const Pass& pass, int thread) const;
     void choose_for(const Pass& pass, int thread, int row) const;
