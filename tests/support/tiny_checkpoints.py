@@ -349,6 +349,26 @@ def falcon_h1(config: dict[str, Any]) -> Shapes:
     return {name.replace("model.norm.", "model.final_layernorm."): shape for name, shape in found.items()}
 
 
+def nemotron_h(config: dict[str, Any]) -> Shapes:
+    """Of a whole model, by the names of NVIDIA's files."""
+    sizes = (config[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
+    attends = attention(config)
+    kinds: dict[str, Shapes] = {
+        "M": mamba("mixer", *sizes),
+        "*": {name.replace("self_attn", "mixer"): shape for name, shape in attends.items()},
+        "-": {"mixer.up_proj.weight": (N_FF, N_EMBD), "mixer.down_proj.weight": (N_EMBD, N_FF)},
+        "E": router("mixer.gate") | {"mixer.gate.e_score_correction_bias": (N_EXPERTS,)},
+    }
+    networks = {**{f"experts.{n}": N_FF_EXPERT for n in range(N_EXPERTS)}, "shared_experts": N_FF_SHARED}
+    for module, n_ff in networks.items():
+        kinds["E"] |= {f"mixer.{module}.up_proj.weight": (n_ff, N_EMBD)}
+        kinds["E"] |= {f"mixer.{module}.down_proj.weight": (N_EMBD, n_ff)}
+    found = model(config, lambda n: kinds[config["hybrid_override_pattern"][n]] | {"norm.weight": (N_EMBD,)})
+    found["backbone.embeddings.weight"] = found.pop("model.embed_tokens.weight")
+    found["backbone.norm_f.weight"] = found.pop("model.norm.weight")
+    return {name.replace("model.layers.", "backbone.layers."): shape for name, shape in found.items()}
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
@@ -359,6 +379,18 @@ GEMMA = {
     **{"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh"},
 }
 WINDOW, FULL = "sliding_attention", "full_attention"
+NEMOTRON = {
+    **{
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+    **{"conv_kernel": 4, "layer_norm_epsilon": 1e-5, "rms_norm_eps": None, "hidden_act": None, "expand": 2},
+    **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": 1e-9},
+}
 GRANITE_HYBRID = {
     **{**GRANITE, "shared_intermediate_size": 20, "position_embedding_type": "nope", "num_hidden_layers": 3},
     **{"layer_types": ["linear_attention", FULL, "linear_attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
@@ -544,6 +576,21 @@ CASES = {
     ),
     "granitehybrid_experts": Case(
         *("GraniteMoeHybridForCausalLM", "granitemoehybrid", {**GRANITE_HYBRID, **MOE}), granite_hybrid
+    ),
+    "nemotron_h": Case(
+        *("NemotronHForCausalLM", "nemotron_h"),
+        {**NEMOTRON, "hybrid_override_pattern": "M-*M-", "num_hidden_layers": 5},
+        nemotron_h,
+    ),
+    "nemotron_h_moe": Case(
+        *("NemotronHForCausalLM", "nemotron_h"),
+        {
+            **{**NEMOTRON, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "n_routed_experts": N_EXPERTS},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT, "routed_scaling_factor": 2.5},
+            **{"moe_shared_expert_intermediate_size": N_FF_SHARED, "n_shared_experts": 1, "norm_topk_prob": True},
+            **{"n_group": 1, "topk_group": 1},
+        },
+        nemotron_h,
     ),
     "falcon_h1": Case(
         *("FalconH1ForCausalLM", "falcon_h1"),
