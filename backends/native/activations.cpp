@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/kernels.h"
+#include "state_columns.h"
 
 Inputs take_inputs(Cutter& cutter, size_t n, const InputSizes& sizes) {
     const size_t by32 = n * static_cast<size_t>(sizes.by32), by256 = n * static_cast<size_t>(sizes.by256);
@@ -35,12 +36,15 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_value(std::max(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; })),
                         padded(c.most_of_latents([](const LatentConfig& l) { return l.n_latent; })))),
       ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)),
-      ld_u(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_channels(); })),
-                    padded(c.most_of_short_convs([](const ShortConvConfig& s) { return 3 * s.n_channels; })))),
+      ld_u(std::max({padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_channels(); })),
+                     padded(c.most_of_mamba2([](const Mamba2Config& m) { return m.n_input_rows(); })),
+                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return 3 * s.n_channels; }))})),
       ld_z(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_v(); })),
                     padded(c.most_of_short_convs([](const ShortConvConfig& s) { return s.n_channels; })))),
-      ld_steps(2 * padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; }))),
-      ld_kq(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; }))),
+      ld_steps(2 * std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_value_heads; })),
+                            padded(c.most_of_mamba2([](const Mamba2Config& m) { return m.n_heads; })))),
+      ld_kq(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; })),
+                     padded(c.most_of_mamba2([](const Mamba2Config& m) { return m.n_groups; })))),
       ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))),
       ld_layer_inputs(padded(c.n_layer_inputs())) {
     take_rows(c, cutter);
@@ -67,6 +71,7 @@ void Activations::take_rows(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(c.n_batch);
     x = cutter.take<float>(n * ld_embd);
     h = cutter.take<float>(n * ld_embd);
+    x_before = cutter.take<float>(c.has_beside() ? n * ld_embd : 0);
     for (const Rope& rope : c.ropes) {
         const size_t n_pairs = rope.frequencies.size();
         angles.push_back({n_pairs, cutter.take<float>(n * n_pairs), cutter.take<float>(n * n_pairs)});
@@ -138,8 +143,10 @@ void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutte
         take_inputs(cutter, kTaskRows, {.by32 = static_cast<int>(ld_value), .by_token = static_cast<int>(ld_value)}));
     offsets.push_back(cutter.take<float>(kTaskRows * (ld_value + 16)));
     path.push_back(cutter.take<int32_t>(kTaskRows * static_cast<size_t>(c.n_batch)));
-    const int head_dim = c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.head_dim; });
-    own_blocks.push_back(cutter.take<float>(static_cast<size_t>((1 + RecurrentState::kMostBlocks) * 32 * head_dim)));
+    const int n_rows = std::max(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.head_dim; }),
+                                c.most_of_mamba2([](const Mamba2Config& m) { return m.n_per_key; }));
+    const int n_blocks = 1 + RecurrentState::kMostBlocks;
+    own_blocks.push_back(cutter.take<float>(static_cast<size_t>(n_blocks * kStateColumns * n_rows)));
 }
 
 void LatentRows::take(const DecoderConfig& c, Cutter& cutter) {

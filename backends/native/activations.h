@@ -109,9 +109,11 @@ struct Activations {
 
     size_t ld_embd, ld_q, ld_kv, ld_ff, ld_scores, ld_value, ld_joined;
     float *x, *h, *q, *k, *v, *attn, *gate;
-    float* up;  // of kTokensTogether tokens; each task has its own of the n_ff
+    float* x_before;  // x as a mixer read it that another one stands beside
+    float* up;        // of kTokensTogether tokens; each task has its own of the n_ff
     // Of recurrent layers: what goes into their convolutions, and q, k, v after it; gates; raw b and a, and betas and decays,
-    // each in halves of a row; k q. zeros: a row of them.
+    // each in halves of a row; k q. zeros: a row of them. Of Mamba2 u is the first product, z in front, and steps are step
+    // sizes and decays.
     size_t ld_u, ld_z, ld_steps, ld_kq;
     float *u, *mixed, *z, *raw_steps, *steps, *kq, *zeros;
     float* gated_q;  // (n_batch, 2 ld_q), queries and gates of attention
@@ -142,7 +144,7 @@ struct Activations {
     std::vector<Inputs> own_queries;                    // (kTaskRows, head_dim), for keys of Q8_0 and K6V4
     std::vector<float*> offsets;                        // (kTaskRows, ld_value + 16), for keys of K6V4
     std::vector<int32_t*> path;                         // (kTaskRows, n_batch)
-    std::vector<float*> own_blocks;                     // blocks of the states of delta nets
+    std::vector<float*> own_blocks;                     // blocks of the states of a head
     LatentRows latents;
     ExpertRows experts;
 

@@ -7,6 +7,7 @@
 AttentionBlock::AttentionBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(*config.layers[static_cast<size_t>(index)].attention()),
       index_(index),
+      is_beside_(config.layers[static_cast<size_t>(index)].is_beside),
       is_rotated_in_halves_(config_.rope >= 0 && config.ropes[static_cast<size_t>(config_.rope)].halves),
       query_scales_(config.query_scales[static_cast<size_t>(config_.query_scales)]),
       q_(weights.matrix(name + ".q", config_.n_q_rows(), config_.n_in)),
@@ -37,8 +38,9 @@ void AttentionBlock::run(const Pass& pass, int thread, const float* attended) co
     const Activations& b = pass.b;
     const Matrix *k = config_.has_keys() ? &k_ : &q_, *v = config_.has_values() ? &v_ : &q_;
     const Matrix* gate = config_.n_gate() ? &gate_ : &q_;
+    const float* before = is_beside_ ? b.x_before : nullptr;
     const Inputs inputs = attended ? pass.plain_inputs(thread, attended, b.ld_joined, {&q_, k, v, gate})
-                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, k, v, gate});
+                                   : pass.normed_inputs(thread, norm_, nullptr, pass.n, {&q_, k, v, gate}, before);
     project_qkv(pass, thread, inputs);
     if (config_.qk_norm == QKNorm::Whole) norm_queries_and_keys(pass, thread);
     rotate_and_store(pass, thread);

@@ -42,7 +42,7 @@ private:
 
     AttentionConfig config_;
     int index_;
-    bool is_rotated_in_halves_;
+    bool is_beside_, is_rotated_in_halves_;
     const QueryScales& query_scales_;
     Matrix q_, k_, v_, output_;
     std::vector<float> ones_;  // a norm without weights
@@ -104,8 +104,6 @@ private:
     void set_steps(const Pass& pass, int c, const Rows& rows) const;
     void recur(const Pass& pass, int thread) const;
     void run_head(const Pass& pass, int thread, const Rows& rows, int head) const;
-    void run_tree(Columns& columns, const float* state, float* scratch) const;
-    void run_chain(Columns& columns, const float* from, float* to, float* snapshot) const;
     void gate_head(const Pass& pass, int c, int head) const;
 
     DeltaNetConfig config_;
@@ -168,7 +166,39 @@ private:
     const Embedding& table_;
 };
 
-// A gated feed-forward network.
+// Mamba2 with its norms, convolution and projections.
+class Mamba2Block {
+public:
+    Mamba2Block(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
+
+    // attended: null, as above.
+    void run(const Pass& pass, int thread, const float* attended) const;
+    size_t weight_bytes() const { return input_.n_bytes() + output_.n_bytes(); }
+
+private:
+    struct Rows;     // of one sequence in a pass
+    struct Columns;  // of a state that are worked on together
+
+    void mix(const Pass& pass, int thread) const;
+    void convolve(const Pass& pass, const Rows& rows, int c, int first, int n) const;
+    void set_steps(const Pass& pass, int c, const Rows& rows) const;
+    void recur(const Pass& pass, int thread) const;
+    void gate(const Pass& pass, int thread) const;
+
+    Mamba2Config config_;
+    int index_;
+    Matrix input_, output_;
+    const float *norm_, *conv_, *conv_bias_, *decay_, *skip_, *step_bias_, *out_norm_;
+};
+
+// No network.
+class NoFeedForwardBlock {
+public:
+    void run(const Pass&, int) const {}
+    size_t weight_bytes() const { return 0; }
+};
+
+// A feed-forward network, gated or plain: up_ is empty where it has no gate, and gate_ is what the file calls up.
 class DenseBlock {
 public:
     DenseBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights);
@@ -178,6 +208,7 @@ public:
 
 private:
     void gated(const Pass& pass, int thread, const Inputs& inputs) const;
+    void plain(const Pass& pass, int thread, const Inputs& inputs) const;
 
     DenseConfig config_;
     Matrix gate_, up_, down_;

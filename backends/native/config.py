@@ -21,8 +21,12 @@ from edgeinfer.models import (
     Layer,
     LayerEnd,
     LayerInputs,
+    Mamba2,
     Mixer,
     ModelSpec,
+    NoFeedForward,
+    PlainDense,
+    PlainExperts,
     RopeSpec,
     ShortConv,
     attention_of,
@@ -45,21 +49,12 @@ _OF_DELTA_NET = (
 )
 _OF_SHORT_CONV = ("n_embd", "n_conv", "conv", "input", "output", "norm")
 _OF_LATENTS = (
-    *(
-        "n_embd",
-        "n_heads",
-        "n_plain",
-        "n_turned",
-        "n_latent",
-        "n_value",
-        "scale",
-        "rope",
-        "kv",
-        "kv_norm",
-        "k_b",
-        "v_b",
-    ),
-    *("output", "norm", "q", "n_q_latent", "q_a", "q_norm", "q_b"),
+    *("n_embd", "n_heads", "n_plain", "n_turned", "n_latent", "n_value", "scale", "rope", "kv", "kv_norm", "k_b"),
+    *("v_b", "output", "norm", "q", "n_q_latent", "q_a", "q_norm", "q_b"),
+)
+_OF_MAMBA2 = (
+    *("n_embd", "n_conv", "conv", "n_heads", "head_dim", "n_groups", "n_per_key", "input", "decay", "skip"),
+    *("step_bias", "output", "norm", "conv_bias", "out_norm"),
 )
 _OF_DENSE = (
     *("n_embd", "n_ff", "gate", "up", "down", "activation", "norm", "post_norm", "sub_norm", "post_norm_epsilon"),
@@ -80,8 +75,12 @@ BLOCKS: dict[type, Sequence[str]] = {
     GatedDeltaNet: _OF_DELTA_NET,
     ShortConv: _OF_SHORT_CONV,
     LatentAttention: _OF_LATENTS,
+    Mamba2: _OF_MAMBA2,
     Dense: _OF_DENSE,
+    PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
+    NoFeedForward: ("n_embd",),
     Experts: _OF_EXPERTS,
+    PlainExperts: _OF_EXPERTS,
     LayerEnd: _OF_LAYER_END,
     LayerInputs: _OF_LAYER_INPUTS,
 }
@@ -119,7 +118,8 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     ropes: dict[RopeSpec, int] = {}
     scales = [_scales_of(attention) for attention in _with_own_scales(spec)]
     for layer in spec.layers:
-        config.add_layer(_mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn), _end(layer.end))
+        mixer, ffn = _mixer(config, layer.mixer, ropes, scales), _feed_forward(layer.ffn)
+        config.add_layer(mixer, ffn, _end(layer.end), layer.is_beside)
     return config
 
 
@@ -168,14 +168,15 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
         config = decoder_config(replace(spec, layers=of), settings.n_ctx, settings.n_batch)
         return _bytes_of(config, settings, n_positions) if of else 0
 
-    windows, others = n_bytes(layers), n_bytes(whole)
-    return windows if windows < others else 0
+    of_windows, others = n_bytes(layers), n_bytes(whole)
+    return of_windows if of_windows < others else 0
 
 
 def _with_own_state(spec: ModelSpec, kind: StateKind) -> tuple[Layer, ...]:
     """The layers that keep a state of that kind, without those that read the keys and values of others."""
     own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.kv_of is None)
-    return tuple(layer for layer in own if layer.mixer.state_kind == kind)
+    alone = (replace(layer, ffn=NoFeedForward(spec.n_embd), is_beside=False) for layer in own)
+    return tuple(layer for layer in alone if layer.mixer.state_kind == kind)
 
 
 def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> int:
@@ -212,6 +213,8 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
         sizes: dict[str, int] = {}
         if isinstance(block, GatedDeltaNet):
             sizes = {"heads": block.head_dim}
+        elif isinstance(block, Mamba2):
+            sizes = {"heads": block.head_dim, "keys": block.n_per_key}
         elif isinstance(block, ShortConv):
             sizes = {"rows": block.n_embd}
         elif isinstance(block, LatentAttention):
@@ -227,7 +230,7 @@ def check_recurrences(spec: ModelSpec, path: object) -> None:
 
 def _mixer(
     config: _core.DecoderConfig, block: Mixer, ropes: dict[RopeSpec, int], scales: list[tuple[object, ...]]
-) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.ShortConvConfig | _core.LatentConfig:
+) -> _core.AttentionConfig | _core.DeltaNetConfig | _core.Mamba2Config | _core.ShortConvConfig | _core.LatentConfig:
     """A mixer; ropes: those that the config has, to which its own is added."""
     if isinstance(block, GatedDeltaNet):
         return _core.DeltaNetConfig(
@@ -237,6 +240,14 @@ def _mixer(
             n_conv=block.n_conv,
             modulo=block.key_heads == "modulo",
             joint_steps=block.beta_alpha is not None,
+        )
+    if isinstance(block, Mamba2):
+        return _core.Mamba2Config(
+            n_heads=block.n_heads,
+            head_dim=block.head_dim,
+            n_groups=block.n_groups,
+            n_per_key=block.n_per_key,
+            n_conv=block.n_conv,
         )
     if isinstance(block, ShortConv):
         return _core.ShortConvConfig(n_channels=block.n_embd, n_conv=block.n_conv)
@@ -295,7 +306,11 @@ def _end(block: LayerEnd | None) -> _core.LayerEndConfig | None:
     return _core.LayerEndConfig(n_inputs=n_inputs, activation=_core.Activation[block.activation])
 
 
-def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig:
+def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig | _core.NoFeedForwardConfig:
+    if isinstance(block, NoFeedForward):
+        return _core.NoFeedForwardConfig()
+    if isinstance(block, PlainDense):
+        return _core.DenseConfig(n_ff=block.n_ff, activation=_core.Activation[block.activation], is_plain=True)
     if isinstance(block, Dense):
         return _core.DenseConfig(
             n_ff=block.n_ff,

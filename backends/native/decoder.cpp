@@ -111,12 +111,15 @@ void Decoder::add_layer(int index, int& n_with_experts) {
     const std::string of_mixer = name_of(index, "mixer"), of_ffn = name_of(index, "ffn");
     const auto mixer = [&]() -> Mixer {
         if (layer.delta_net()) return DeltaNetBlock(config_, index, of_mixer, *weights_);
+        if (layer.mamba2()) return Mamba2Block(config_, index, of_mixer, *weights_);
         if (layer.short_conv()) return ShortConvBlock(config_, index, of_mixer, *weights_);
         if (layer.latent_attention()) return LatentAttentionBlock(config_, index, of_mixer, *weights_);
         return AttentionBlock(config_, index, of_mixer, *weights_);
     };
     if (layer.dense()) {
         layers_.push_back({mixer(), DenseBlock(config_, index, of_ffn, *weights_), std::nullopt});
+    } else if (!layer.experts()) {
+        layers_.push_back({mixer(), NoFeedForwardBlock(), std::nullopt});
     } else if (store_) {
         layers_.push_back({mixer(),
                            ExpertsBlock(config_, index, n_with_experts++, of_ffn, *weights_, *store_, *predictor_),
@@ -192,12 +195,24 @@ void Decoder::run(const Pass& pass, int thread) const {
     if (front_) front_->run(pass, thread);
     for (int i = pass.first_layer; i < config_.n_layers(); i++) {
         const Layer& layer = layers_[static_cast<size_t>(i)];
+        keep_for_next(pass, thread, i);
         layer.run_mixer(pass, thread, front_ && i == 0 ? front_->attended(pass) : nullptr);
         layer.run_ffn(pass, thread);
         tap(pass, thread, i);
     }
     tap(pass, thread, config_.n_layers());
     if (pass.n_rows) head(pass, thread, output_);
+}
+
+// What a mixer reads, where that of the next layer stands beside it.
+void Decoder::keep_for_next(const Pass& pass, int thread, int layer) const {
+    const size_t next = static_cast<size_t>(layer) + 1;
+    if (next >= layers_.size() || !config_.layers[next].is_beside) return;
+    const Activations& b = pass.b;
+    pass.for_items(thread, pass.n, [&](int c) {
+        const size_t at = static_cast<size_t>(c) * b.ld_embd;
+        std::memcpy(b.x_before + at, b.x + at, sizeof(float) * b.ld_embd);
+    });
 }
 
 // x = the embeddings of the tokens, or what the pass starts with; what comes with them, and the angles of their positions.

@@ -59,7 +59,7 @@ public:
 
     // The logits (n_rows, n_logits) of some rows of a sequence's first tokens, at most n_batch, whose residual stream
     // before a layer is known: (n, n_embd) x. What is pending of the sequence is lost; the layers before it have
-    // nothing of the sequence. Gives false if it was stopped, and throws, as forward; no device computes experts.
+    // nothing of the sequence; it stands beside no other one. Gives false if it was stopped, and throws, as forward; no device computes experts.
     bool forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows, int n_rows,
                       float* logits, const std::function<bool()>& poll);
 
@@ -108,11 +108,11 @@ public:
     size_t activation_bytes() const { return memory_.size(); }
 
 private:
-    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock, LatentAttentionBlock>;
+    using Mixer = std::variant<AttentionBlock, DeltaNetBlock, ShortConvBlock, LatentAttentionBlock, Mamba2Block>;
 
     struct Layer {
         Mixer mixer;
-        std::variant<DenseBlock, ExpertsBlock> ffn;
+        std::variant<DenseBlock, ExpertsBlock, NoFeedForwardBlock> ffn;
         std::optional<LayerEndBlock> end;
 
         void run_mixer(const Pass& pass, int thread, const float* attended) const {
@@ -144,6 +144,7 @@ private:
     void begin(const Pass& pass);
     bool run_by_all(const Pass& pass);
     void run(const Pass& pass, int thread) const;
+    void keep_for_next(const Pass& pass, int thread, int layer) const;
     void embed(const Pass& pass, int thread) const;
     void embed_token(const Pass& pass, int c) const;
     void set_angles(const Pass& pass, int c) const;

@@ -1,18 +1,8 @@
 #include <cmath>
-#include <cstring>
 
 #include "blocks.h"
 #include "conv_history.h"
-
-namespace {
-
-constexpr int kColumns =
-    32;  // of a state that are worked on together: 16 kB of one with 128 rows, which an L1 cache holds
-
-// Columns of a block, of which all but the last have kColumns.
-int width_of(int head_dim, int block) { return std::min(kColumns, head_dim - kColumns * block); }
-
-}  // namespace
+#include "state_columns.h"
 
 DeltaNetBlock::DeltaNetBlock(const DecoderConfig& config, int index, const std::string& name, const Weights& weights)
     : config_(*config.layers[static_cast<size_t>(index)].delta_net()),
@@ -121,8 +111,8 @@ void DeltaNetBlock::convolve(const Pass& pass, const Rows& rows, int c, int firs
     rows.history(b).path(node, path);
     if (kept) std::copy(path[config_.n_conv - 1] + first, path[config_.n_conv - 1] + first + n, kept + first);
     for (int i = 0; i < config_.n_conv; i++) path[i] += first;
-    pass.kernels.convolve(path, conv_ + first, static_cast<size_t>(config_.n_channels()), config_.n_conv, n, true,
-                          b.mixed + static_cast<size_t>(c) * b.ld_u + first);
+    pass.kernels.convolve(path, conv_ + first, static_cast<size_t>(config_.n_channels()), nullptr, config_.n_conv, n,
+                          true, b.mixed + static_cast<size_t>(c) * b.ld_u + first);
 }
 
 // Betas, and after them decays, of all heads of row c.
@@ -167,7 +157,7 @@ struct DeltaNetBlock::Columns {
     const DeltaNetBlock& of;
     const Rows& rows;
     int head, first, width;
-    float u[kColumns], w[kColumns], own_d[kColumns];
+    float u[kStateColumns], w[kStateColumns], own_d[kStateColumns];
     bool is_read = false;  // u and w are those of the next new row
 
     const float* key(int node) const {
@@ -218,66 +208,10 @@ private:
     }
 };
 
-// Block by block, so that a state is read from memory once, and written once if it changes.
 void DeltaNetBlock::run_head(const Pass& pass, int thread, const Rows& rows, int head) const {
-    RecurrentState& state = rows.state;
-    const RecurrentState::Plan& plan = state.plan();
-    const int n_committed = state.n_committed(rows.layer, head), dim = config_.head_dim;
-    const float* source = state.source(rows.layer, head);
-    float* target = n_committed || plan.is_chain ? state.target(rows.layer) : nullptr;
     float* scratch = pass.b.own_blocks[static_cast<size_t>(thread)];
-    for (int block = 0; kColumns * block < dim; block++) {
-        const size_t at =
-            static_cast<size_t>(head) * rows.sizes.head_floats() + static_cast<size_t>(kColumns * block * dim);
-        Columns columns{pass, *this, rows, head, kColumns * block, width_of(dim, block), {}, {}, {}};
-        const size_t n_floats = static_cast<size_t>(columns.width * dim);
-        float* to = target ? target + at : scratch;
-        const float* from = source ? source + at : to;
-        if (!source) std::memset(to, 0, sizeof(float) * n_floats);
-        const bool begins_with_new = plan.is_chain ? plan.n_old == 0 : plan.steps.front().is_new;
-        const int first_new = !begins_with_new ? -1 : plan.is_chain ? 0 : plan.steps.front().node;
-        for (int i = 0; i < n_committed; i++) {
-            const float* row = state.row(rows.layer, plan.committed[static_cast<size_t>(i)]);
-            columns.update_committed(row, from, to, i + 1 == n_committed ? first_new : -1);
-            from = to;
-        }
-        if (plan.is_chain) {
-            float* snapshot = plan.snapshot >= 0 ? state.snapshot(rows.layer) + at : nullptr;
-            run_chain(columns, from, to, snapshot);
-        } else {
-            run_tree(columns, from, scratch + static_cast<size_t>(kColumns * dim));
-        }
-    }
-    if (n_committed) state.set_done(rows.layer, head);
-}
-
-// from: the state after the committed rows.  scratch: blocks 1, 2, ...
-void DeltaNetBlock::run_tree(Columns& columns, const float* state, float* scratch) const {
-    const std::vector<RecurrentState::Step>& steps = columns.rows.plan().steps;
-    const auto block = [&](int number) {
-        return scratch + static_cast<size_t>(number - 1) * static_cast<size_t>(kColumns * config_.head_dim);
-    };
-    for (size_t i = 0; i < steps.size(); i++) {
-        const RecurrentState::Step& step = steps[i];
-        const float* from = step.from ? block(step.from) : state;
-        if (step.is_new) columns.read(step.node, from);
-        if (step.to < 0) continue;
-        const bool reads_next = i + 1 < steps.size() && steps[i + 1].from == step.to && steps[i + 1].is_new;
-        columns.update(step.node, from, block(step.to), reads_next ? steps[i + 1].node : -1);
-    }
-}
-
-// The state after all nodes goes to `to`, that after one of them to `snapshot`.
-void DeltaNetBlock::run_chain(Columns& columns, const float* from, float* to, float* snapshot) const {
-    const RecurrentState::Plan& plan = columns.rows.plan();
-    for (int node = 0; node < plan.n_nodes; node++) {
-        if (node >= plan.n_old) columns.read(node, from);
-        const bool reads_next = node + 1 < plan.n_nodes && node + 1 >= plan.n_old;
-        columns.update(node, from, to, reads_next ? node + 1 : -1);
-        from = to;
-        if (node == plan.snapshot)
-            std::memcpy(snapshot, to, sizeof(float) * static_cast<size_t>(columns.width * config_.head_dim));
-    }
+    const StateOfHead of_head{rows.state, rows.sizes, rows.layer, head, scratch};
+    of_head.run([&](int first, int width) { return Columns{pass, *this, rows, head, first, width, {}, {}, {}}; });
 }
 
 // z = norm(y) silu(z) of a head, whose y stands where its values were.

@@ -55,11 +55,11 @@ Inputs Pass::plain_inputs(int thread, const float* x, size_t ldx, std::initializ
 }
 
 Inputs Pass::normed_inputs(int thread, const float* norm, const int32_t* of, int n_inputs,
-                           std::initializer_list<const Matrix*> readers) const {
+                           std::initializer_list<const Matrix*> readers, const float* x) const {
     float* h = !norm && !of ? b.x : alone() ? b.own_h[static_cast<size_t>(thread)] : b.h;
     const Inputs inputs = inputs_of(thread, config.n_embd, h, b.ld_embd);
     const auto input = [&](int c) {
-        const float* row = b.x + static_cast<size_t>(of ? of[c] : c) * b.ld_embd;
+        const float* row = (x ? x : b.x) + static_cast<size_t>(of ? of[c] : c) * b.ld_embd;
         float* out = h + static_cast<size_t>(c) * b.ld_embd;
         if (norm) {
             kernels.rms_norm(row, norm, config.n_embd, config.norm_epsilon, out);

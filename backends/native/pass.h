@@ -101,9 +101,9 @@ public:
     // Rows of x, prepared for the readers.
     Inputs plain_inputs(int thread, const float* x, size_t ldx, std::initializer_list<const Matrix*> readers) const;
     // rms_norm(x) of n_inputs rows, or x itself without a norm, prepared for the readers; input i is row of[i] of x, or
-    // row i without `of`.
+    // row i without `of`. x: rows in place of the residual stream's, with a norm.
     Inputs normed_inputs(int thread, const float* norm, const int32_t* of, int n_inputs,
-                         std::initializer_list<const Matrix*> readers) const;
+                         std::initializer_list<const Matrix*> readers, const float* x = nullptr) const;
     // Adds the squares of n_inputs inputs to those of their readers, where they are recorded.
     void record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const;
     // Kernels::matmul, or the product of w's device, which gets all row groups at once.

@@ -84,21 +84,38 @@ struct DeltaNetConfig {
     int key_head(int value_head) const {
         return modulo ? value_head % n_key_heads : value_head / (n_value_heads / n_key_heads);
     }
-    RecurrentSizes state_sizes() const { return {n_value_heads, head_dim, n_k(), n_channels(), n_conv}; }
+    RecurrentSizes state_sizes() const { return {n_value_heads, head_dim, n_k(), n_channels(), n_conv, head_dim}; }
 };
 
 // A gated short convolution of n_channels, the width of the residual stream.
 struct ShortConvConfig {
     int n_channels, n_conv;
 
-    RecurrentSizes state_sizes() const { return {0, 0, 0, n_channels, n_conv}; }
+    RecurrentSizes state_sizes() const { return {0, 0, 0, n_channels, n_conv, 0}; }
 };
 
+// Mamba2: n_heads states (n_per_key, head_dim), of which n_heads / n_groups that follow one another share B and C.
+struct Mamba2Config {
+    int n_heads, head_dim, n_groups, n_per_key, n_conv;
+
+    int n_v() const { return n_heads * head_dim; }
+    int n_k() const { return n_groups * n_per_key; }
+    int n_channels() const { return n_v() + 2 * n_k(); }
+    int n_input_rows() const { return n_v() + n_channels() + n_heads; }
+    int group_of(int head) const { return head / (n_heads / n_groups); }
+    RecurrentSizes state_sizes() const { return {n_heads, head_dim, n_k(), n_channels(), n_conv, n_per_key}; }
+};
+
+// is_plain: without a gate; relu2 is the only activation then.
 struct DenseConfig {
     int n_ff;
     Activation activation = Activation::Silu;
     float post_norm_epsilon = 0;  // 0 for the model's
+    bool is_plain = false;
 };
+
+// A layer that is a mixer alone.
+struct NoFeedForwardConfig {};
 
 enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus };
 
@@ -129,12 +146,15 @@ struct LayerInputsConfig {
     float projection_scale = 1, table_scale = 1;
 };
 
-using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, LatentConfig>;
+using MixerConfig = std::variant<AttentionConfig, DeltaNetConfig, ShortConvConfig, LatentConfig, Mamba2Config>;
+using FeedForwardConfig = std::variant<DenseConfig, ExpertsConfig, NoFeedForwardConfig>;
 
 struct LayerConfig {
     MixerConfig mixer;
-    std::variant<DenseConfig, ExpertsConfig> ffn;
+    FeedForwardConfig ffn;
     std::optional<LayerEndConfig> end = std::nullopt;
+    // The mixer reads the residual stream as the mixer before it did, in a layer without a network. Attention only.
+    bool is_beside = false;
 
     LayerSizes state_sizes() const {
         return std::visit([](const auto& block) -> LayerSizes { return block.state_sizes(); }, mixer);
@@ -144,6 +164,7 @@ struct LayerConfig {
     const DeltaNetConfig* delta_net() const { return std::get_if<DeltaNetConfig>(&mixer); }
     const ShortConvConfig* short_conv() const { return std::get_if<ShortConvConfig>(&mixer); }
     const LatentConfig* latent_attention() const { return std::get_if<LatentConfig>(&mixer); }
+    const Mamba2Config* mamba2() const { return std::get_if<Mamba2Config>(&mixer); }
     const DenseConfig* dense() const { return std::get_if<DenseConfig>(&ffn); }
     const ExpertsConfig* experts() const { return std::get_if<ExpertsConfig>(&ffn); }
 };
@@ -218,6 +239,13 @@ struct DecoderConfig {
     int most_of_latents(const Number& number) const {
         return most(
             [&](const LayerConfig& layer) { return layer.latent_attention() ? number(*layer.latent_attention()) : 0; });
+    }
+    template <class Number>
+    int most_of_mamba2(const Number& number) const {
+        return most([&](const LayerConfig& layer) { return layer.mamba2() ? number(*layer.mamba2()) : 0; });
+    }
+    bool has_beside() const {
+        return most([](const LayerConfig& layer) { return static_cast<int>(layer.is_beside); }) > 0;
     }
     bool has_key_bias() const {
         return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.key_bias); }) > 0;

@@ -47,7 +47,7 @@ void ShortConvBlock::run_channels(const Pass& pass, const Sequence& sequence, in
         history.path(node, path);
         for (int i = 0; i < config_.n_conv; i++) path[i] += first;
         float* out = b.z + column * b.ld_z + first;
-        pass.kernels.convolve(path, conv_ + first, static_cast<size_t>(n_all), config_.n_conv, n, false, out);
+        pass.kernels.convolve(path, conv_ + first, static_cast<size_t>(n_all), nullptr, config_.n_conv, n, false, out);
         for (int i = 0; i < n; i++) out[i] = of_c[i] * out[i];
     }
     history.store_all(first, n);

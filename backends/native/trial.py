@@ -34,7 +34,17 @@ from edgeinfer.backends.native.weights import (
 )
 from edgeinfer.common.settings import CacheType, LoadSettings, TernaryBits
 from edgeinfer.common.types import Device, LogitsRows, MemoryPlan, MemoryUse
-from edgeinfer.models import Attention, Dense, Experts, Layer, LayerEnd, ModelSpec, Weight
+from edgeinfer.models import (
+    Attention,
+    Dense,
+    Experts,
+    Layer,
+    LayerEnd,
+    ModelSpec,
+    PlainDense,
+    PlainExperts,
+    Weight,
+)
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.spec import ExpertRows, TensorRows
 
@@ -199,7 +209,7 @@ def _alone(layer: Layer) -> Layer:
         mixer = replace(mixer, kv_of=None)
     if end is not None:
         end = LayerEnd(end.n_embd, scale=end.scale) if end.scale else None
-    return replace(layer, mixer=mixer, end=end)
+    return replace(layer, mixer=mixer, end=end, is_beside=False)
 
 
 def _without_experts(layer: Layer) -> Layer:
@@ -207,6 +217,8 @@ def _without_experts(layer: Layer) -> Layer:
     if not isinstance(block, Experts):
         return layer
     n_ff = block.n_used * block.n_ff + block.n_ff_shared
+    if isinstance(block, PlainExperts):
+        return replace(layer, ffn=PlainDense(block.n_embd, n_ff, _name(block.up), _name(block.down), norm=block.norm))
     names = (_name(block.gate), _name(block.up), _name(block.down))
     dense = Dense(block.n_embd, n_ff, *names, norm=block.norm, post_norm=block.post_norm)
     return replace(layer, ffn=dense)

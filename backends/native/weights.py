@@ -31,6 +31,7 @@ PIECE_BYTES = 1 << 20  # of a matrix, as the file has it, are in memory beside w
 # made by merging has its frequent tokens first: of 145,000 in prompts 96.5 % are among these of Qwen2.5's 151,936.
 DRAFT_BITS, DRAFT_TOKENS = 5.0, 49152
 CONVOLUTION = "conv"  # the role of (n_channels, n_conv), kept as one vector, a column after the other
+_FLAT = frozenset(("decay", "skip", "out_norm"))  # what a file may have as a matrix, kept as one vector
 _BIASES_OF_EXPERTS = frozenset(("gate_bias", "up_bias", "down_bias"))  # (n_experts, n), kept as one vector
 
 
@@ -209,6 +210,8 @@ def _part(model: ModelFile, weight: Weight, packing: Packing) -> Part:
         return _biases_of_experts(model, weight)
     if weight.role == CONVOLUTION:
         return _convolution(model, weight)
+    if weight.role in _FLAT and len(weight.shape) == 2:
+        return _flat(model, weight)
     ref = weight.tensor
     assert not isinstance(ref, ExpertRows)  # of matrices of experts and of their biases only
     name = ref.name if isinstance(ref, TensorRows) else ref
@@ -234,6 +237,14 @@ def _convolution(model: ModelFile, weight: Weight) -> Part:
     n_channels, n_conv = weight.shape
     n = n_channels * n_conv
     return Part(weight.block, weight.role, info.name, info.type, int(info.type), (n,), info.n_bytes, n_columns=n_conv)
+
+
+def _flat(model: ModelFile, weight: Weight) -> Part:
+    """The numbers of a matrix as one vector, row after row."""
+    assert isinstance(weight.tensor, str)  # a whole tensor
+    info = _info(model, weight.tensor, is_vector=True)
+    shape = (math.prod(weight.shape),)
+    return Part(weight.block, weight.role, info.name, info.type, int(info.type), shape, info.n_bytes)
 
 
 def _biases_of_experts(model: ModelFile, weight: Weight) -> Part:

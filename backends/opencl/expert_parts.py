@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edgeinfer.backends.opencl.matrices import FORMATS, RUN, Part, joined
 from edgeinfer.backends.opencl.parts import LinearParts
 from edgeinfer.common.errors import UnsupportedModel
-from edgeinfer.models import ExpertRows, Experts, ExpertsRef, ModelSpec, TensorRef, TensorRows
+from edgeinfer.models import ExpertRows, Experts, ExpertsRef, ModelSpec, PlainExperts, TensorRef, TensorRows
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
 
@@ -19,7 +19,10 @@ _MATRICES = ("gate", "up", "down")
 
 
 def experts_of(spec: ModelSpec) -> dict[int, Experts]:
-    """The blocks of experts, by layer."""
+    """The blocks of experts, by layer. Raises UnsupportedModel for experts without gates."""
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.ffn, PlainExperts):
+            raise UnsupportedModel(f"layers.{index}.ffn is a block PlainExperts, which no device computes: use the CPU")
     return {index: layer.ffn for index, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
 
 

@@ -39,7 +39,7 @@ def recipe_of(checkpoint: Checkpoint) -> Recipe:
             f"{config.path}: architectures {shown(config.architecture)}, model_type {shown(outer)} are not supported; "
             f"supported: {known}"
         )
-    return found
+    return found.instead(checkpoint) or found
 
 
 @cache

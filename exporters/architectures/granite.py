@@ -1,6 +1,6 @@
 """Granite 3 and 4 without experts: Llama with factors on embeddings, branches, attention and logits.
 
-Granite 4 has one class for all its models. Those whose layers all attend are converted, ones with Mamba layers are not.
+Granite 4 has one class for all its models: those whose layers all attend are here, granitehybrid.py has the others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def factors(model: Model) -> Keys:
 def _check_hybrid(model: Model) -> None:
     types = model.config.texts("layer_types", model.n_layers) if "layer_types" in model.config else []
     others = [layer for layer, kind in enumerate(types) if kind not in ("attention", "full_attention")]
-    if others or not types:
-        found = f"{types[others[0]]} in layer {others[0]}" if types else "none"
-        model.refuse("layer_types", f"must be attention in each layer, Mamba layers are not supported: found {found}")
+    if others:
+        found = f"{types[others[0]]} in layer {others[0]}"
+        model.refuse("layer_types", f"must be attention in each layer, as the tensors are: found {found}")
 
 
 def _hybrid_keys(model: Model) -> Keys:
@@ -42,7 +42,7 @@ def _hybrid_keys(model: Model) -> Keys:
     }
 
 
-def _hybrid_dense(model: Model) -> list[SourceTensor]:
+def shared_networks(model: Model) -> list[SourceTensor]:
     """The shared network is the only one; its gate stands above its up."""
     found = []
     for layer in range(model.n_layers):
@@ -76,8 +76,8 @@ HYBRID = replace(
     | {"shared_intermediate_size", "position_embedding_type"}
     | {"num_experts_per_tok", "init_method"},
     dense={},
-    special=_hybrid_dense,
+    special=shared_networks,
     check=_check_hybrid,
     keys=_hybrid_keys,
 )
-RECIPES = (GRANITE, HYBRID)
+RECIPES = (GRANITE,)

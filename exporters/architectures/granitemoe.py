@@ -21,7 +21,7 @@ def _keys(model: Model) -> Keys:
     return keys | ({"expert_shared_feed_forward_length": n_shared} if n_shared else {})
 
 
-def _networks(model: Model) -> list[SourceTensor]:
+def networks(model: Model) -> list[SourceTensor]:
     """The experts' matrices, (n_experts, 2 n_ff, n_embd), and the shared network's: gate above up."""
     found = []
     for layer in range(model.n_layers):
@@ -48,7 +48,7 @@ RECIPES = (
         reads=frozenset(FACTORS) | {"shared_intermediate_size", "num_local_experts", "num_experts_per_tok"},
         optional=BIASES,
         dense={"block_sparse_moe.router.layer.weight": "ffn_gate_inp.weight"},
-        special=_networks,
+        special=networks,
         interleaved=True,
         rope_kinds=frozenset({"llama3"}),
         keys=_keys,

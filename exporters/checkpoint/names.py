@@ -17,12 +17,14 @@ _FRONTS = (
     "language_model.",
     "model.model.",
     "model.",
+    "backbone.",
     "",
 )
 _INNER = re.compile(
-    r"(embed_tokens|layers\.\d+|norm|embedding_norm|embed_tokens_per_layer|per_layer_model_projection|"
+    r"(embed_tokens|embeddings|layers\.\d+|norm|norm_f|embedding_norm|embed_tokens_per_layer|per_layer_model_projection|"
     r"per_layer_projection_norm)\..+"
 )
+_USUAL = {"embeddings.weight": "embed_tokens.weight", "norm_f.weight": "norm.weight"}  # what Nemotron calls otherwise
 _OTHER_PARTS = re.compile(r"(^|\.)(vision|visual|audio|image|multi_modal|mm_|embed_vision|embed_audio)")
 _OUTER = re.compile(r"(?:.*\.)?(lm_head\..+)")
 
@@ -40,7 +42,8 @@ def language_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         outer = _OUTER.fullmatch(name)
         if _is_inner(name, front):
-            ours = "model." + name.removeprefix(front)
+            inner = name.removeprefix(front)
+            ours = "model." + _USUAL.get(inner, inner)
         elif outer:
             ours = outer[1]
         elif _is_of_other_part(name):

@@ -40,6 +40,8 @@ class Model:
     @cached_property
     def n_layers(self) -> int:
         """Layers that the model's own text depends on."""
+        if "num_hidden_layers" not in self.config and "layers_block_type" in self.config:
+            return len(self.config.texts("layers_block_type"))
         return self.config.integer("num_hidden_layers", most=MOST_LAYERS)
 
     @cached_property

@@ -10,6 +10,7 @@ from edgeinfer.exporters.source import SourceTensor
 from edgeinfer.models.gguf import MetadataValue
 
 if TYPE_CHECKING:
+    from edgeinfer.exporters.checkpoint import Checkpoint
     from edgeinfer.exporters.conversion.model import Model
 
 Keys = dict[str, MetadataValue]
@@ -80,6 +81,10 @@ def _unchanged(model: Model, tensor: SourceTensor) -> SourceTensor:
     return tensor
 
 
+def _no_other(checkpoint: Checkpoint) -> Recipe | None:
+    return None
+
+
 def _everywhere(model: Model, layer: int) -> bool:
     return True
 
@@ -125,5 +130,7 @@ class Recipe:
     part_rotated: bool = False  # whether a part of each head may be rotated
     keys: Callable[[Model], Keys] = _no_keys  # metadata beyond the common; last, so that it may replace
     check: Callable[[Model], None] = lambda model: None  # refuses what cannot be converted
+    # another recipe for checkpoints of these classes that are of another architecture, None for the others
+    instead: Callable[[Checkpoint], Recipe | None] = _no_other
     pre: str | None = None  # the pre-tokeniser that the file names, of those that cut alike
     cuts_vocabulary: bool = False  # whether rows of the embeddings after the last token are left out

@@ -52,6 +52,16 @@ def shifted(tensor: SourceTensor, by: float) -> SourceTensor:
     return mapped(tensor, lambda weights: weights + np.float32(by))
 
 
+def scaled(tensor: SourceTensor, factors: Floats) -> SourceTensor:
+    """Each row of a matrix times a factor of its own, (n_rows,), as F32."""
+
+    def rows(first: int, last: int) -> Floats:
+        found: Floats = tensor.rows(first, last) * factors[first:last, None]
+        return found
+
+    return replace(as_f32(tensor), rows=rows, stored=None)
+
+
 def without_axis(tensor: SourceTensor, axis: int) -> SourceTensor:
     """The same weights without an axis of length 1; as they are where there are two axes already."""
     if len(tensor.shape) == 2 or tensor.shape[axis] != 1:
@@ -78,6 +88,16 @@ def part(tensor: SourceTensor, first: int, last: int) -> SourceTensor:
     n_rows, n = tensor.shape[-2], last - first
     shape = (*tensor.shape[:-2], n, tensor.n_in)
     return arranged(tensor, shape, lambda rows: rows // n * n_rows + first + rows % n)
+
+
+def cut(tensor: SourceTensor, n: int) -> SourceTensor:
+    """A vector as F32 in a matrix whose rows have n numbers."""
+
+    def rows(first: int, last: int) -> Floats:
+        found: Floats = tensor.rows(0, 1).reshape(-1, n)[first:last]
+        return found
+
+    return replace(as_f32(tensor), shape=(tensor.n_in // n, n), rows=rows, stored=None)
 
 
 def every_second(tensor: SourceTensor, first: int) -> SourceTensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.architectures.granitehybrid import mamba2_of
@@ -57,7 +57,7 @@ def _attention(reader: Reader, block: int) -> Attention:
         reader.refuse("attention.value_length", f"must equal the key length {head_dim}")
     prefix = f"blk.{block}.attn_"
     biases = {role: f"{prefix}{role}.bias" for role in ("q", "k", "v", "output")}
-    there = {f"{role}_bias": name for role, name in biases.items() if name in reader.file.tensors}
+    there: dict[str, Any] = {f"{role}_bias": name for role, name in biases.items() if name in reader.file.tensors}
     return Attention(
         n_embd=n_embd,
         n_in=n_embd,

@@ -417,6 +417,58 @@ def deepseek(config: dict[str, Any]) -> Shapes:
     return found
 
 
+def mamba(module: str, heads: int, head_dim: int, n_groups: int, n_state: int) -> Shapes:
+    """Of Mamba2."""
+    n_inner, n_channels = heads * head_dim, heads * head_dim + 2 * n_groups * n_state
+    return {
+        f"{module}.in_proj.weight": (n_inner + n_channels + heads, N_EMBD),
+        f"{module}.conv1d.weight": (n_channels, 1, 4),
+        f"{module}.conv1d.bias": (n_channels,),
+        f"{module}.dt_bias": (heads,),
+        f"{module}.A_log": (heads,),
+        f"{module}.D": (heads,),
+        f"{module}.norm.weight": (n_inner,),
+        f"{module}.out_proj.weight": (N_EMBD, n_inner),
+    }
+
+
+def granite_hybrid(config: dict[str, Any]) -> Shapes:
+    both = granitemoe({**config, "num_hidden_layers": 1})
+    front = "model.layers.0."
+    of_layer = {name.removeprefix(front): shape for name, shape in both.items() if name.startswith(front)}
+    others = {name: shape for name, shape in of_layer.items() if "self_attn" not in name}
+    sizes = (config[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
+    recurrence = mamba("mamba", *sizes)
+    return model(config, lambda n: (attention(config) if config["layer_types"][n] == FULL else recurrence) | others)
+
+
+def falcon_h1(config: dict[str, Any]) -> Shapes:
+    sizes = (config[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
+    layer = attention(config) | mamba("mamba", *sizes) | network("feed_forward")
+    found = model(config, lambda _: layer | norms("input_layernorm", "pre_ff_layernorm"))
+    return {name.replace("model.norm.", "model.final_layernorm."): shape for name, shape in found.items()}
+
+
+def nemotron_h(config: dict[str, Any]) -> Shapes:
+    """Of a whole model, by the names of NVIDIA's files."""
+    sizes = (config[key] for key in ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"))
+    attends = attention(config)
+    kinds: dict[str, Shapes] = {
+        "M": mamba("mixer", *sizes),
+        "*": {name.replace("self_attn", "mixer"): shape for name, shape in attends.items()},
+        "-": {"mixer.up_proj.weight": (N_FF, N_EMBD), "mixer.down_proj.weight": (N_EMBD, N_FF)},
+        "E": router("mixer.gate") | {"mixer.gate.e_score_correction_bias": (N_EXPERTS,)},
+    }
+    networks = {**{f"experts.{n}": N_FF_EXPERT for n in range(N_EXPERTS)}, "shared_experts": N_FF_SHARED}
+    for module, n_ff in networks.items():
+        kinds["E"] |= {f"mixer.{module}.up_proj.weight": (n_ff, N_EMBD)}
+        kinds["E"] |= {f"mixer.{module}.down_proj.weight": (N_EMBD, n_ff)}
+    found = model(config, lambda n: kinds[config["hybrid_override_pattern"][n]] | {"norm.weight": (N_EMBD,)})
+    found["backbone.embeddings.weight"] = found.pop("model.embed_tokens.weight")
+    found["backbone.norm_f.weight"] = found.pop("model.norm.weight")
+    return {name.replace("model.layers.", "backbone.layers."): shape for name, shape in found.items()}
+
+
 # ---- Cases -----------------------------------------------------------------------------------------------------------
 
 QWEN_MOE = {"num_experts": N_EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT}
@@ -437,6 +489,23 @@ GEMMA4 = {
         WINDOW: {"rope_type": "default", "rope_theta": 100.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1000.0},
     },
+}
+NEMOTRON = {
+    **{
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 16,
+        "head_dim": 16,
+    },
+    **{"conv_kernel": 4, "layer_norm_epsilon": 1e-5, "rms_norm_eps": None, "hidden_act": None, "expand": 2},
+    **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": 1e-9},
+}
+GRANITE_HYBRID = {
+    **{**GRANITE, "shared_intermediate_size": 20, "position_embedding_type": "nope", "num_hidden_layers": 3},
+    **{"layer_types": ["linear_attention", FULL, "linear_attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
+    **{"mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 2},
 }
 QWEN_HYBRID = {
     **{"num_hidden_layers": 4, "head_dim": 16, "layer_types": ["linear_attention"] * 3 + [FULL]},
@@ -634,6 +703,46 @@ CASES = {
             "moe_intermediate_size": N_FF_EXPERT,
         },
         gemma4,
+    ),
+    "granitehybrid_mamba": Case(
+        *("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
+        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+        granite_hybrid,
+    ),
+    "granitehybrid_experts": Case(
+        *("GraniteMoeHybridForCausalLM", "granitemoehybrid", {**GRANITE_HYBRID, **MOE}), granite_hybrid
+    ),
+    "nemotron_h": Case(
+        *("NemotronHForCausalLM", "nemotron_h"),
+        {**NEMOTRON, "hybrid_override_pattern": "M-*M-", "num_hidden_layers": 5},
+        nemotron_h,
+    ),
+    "nemotron_h_moe": Case(
+        *("NemotronHForCausalLM", "nemotron_h"),
+        {
+            **{**NEMOTRON, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "n_routed_experts": N_EXPERTS},
+            **{"num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT, "routed_scaling_factor": 2.5},
+            **{"moe_shared_expert_intermediate_size": N_FF_SHARED, "n_shared_experts": 1, "norm_topk_prob": True},
+            **{"n_group": 1, "topk_group": 1},
+        },
+        nemotron_h,
+    ),
+    "falcon_h1": Case(
+        *("FalconH1ForCausalLM", "falcon_h1"),
+        {
+            **{"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16},
+            **{"mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_rms_norm": True, "mamba_norm_before_gate": False},
+            **{"embedding_multiplier": 2.0, "lm_head_multiplier": 0.5, "attention_in_multiplier": 0.9, "head_dim": 16},
+            **{
+                "attention_out_multiplier": 0.8,
+                "key_multiplier": 0.7,
+                "ssm_in_multiplier": 1.1,
+                "rope_parameters": PLAIN,
+            },
+            **{"ssm_out_multiplier": 0.6, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "mlp_multipliers": [0.9, 0.4]},
+            **{"projectors_bias": False, "rope_parameters": PLAIN},
+        },
+        falcon_h1,
     ),
     "qwen35": Case(
         *("Qwen3_5ForCausalLM", "qwen3_5_text", {**QWEN_HYBRID, "output_gate_type": "swish"}),

@@ -28,9 +28,10 @@ int add_query_scales(DecoderConfig& config, std::vector<float> values, int n_pos
     return static_cast<int>(config.query_scales.size()) - 1;
 }
 
-void init_dense(DenseConfig* dense, int n_ff, Activation activation, float post_norm_epsilon) {
+void init_dense(DenseConfig* dense, int n_ff, Activation activation, float post_norm_epsilon, bool is_plain) {
     if (n_ff < 1 || post_norm_epsilon < 0) throw nb::value_error("n_ff must be positive");
-    new (dense) DenseConfig{n_ff, activation, post_norm_epsilon};
+    if (is_plain && activation != Activation::Relu2) throw nb::value_error("a network without a gate has relu2");
+    new (dense) DenseConfig{n_ff, activation, post_norm_epsilon, is_plain};
 }
 
 void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
@@ -86,6 +87,14 @@ void init_delta_net(DeltaNetConfig* net, int n_key_heads, int n_value_heads, int
     new (net) DeltaNetConfig{n_key_heads, n_value_heads, head_dim, n_conv, modulo, joint_steps};
 }
 
+void init_mamba2(Mamba2Config* mamba, int n_heads, int head_dim, int n_groups, int n_per_key, int n_conv) {
+    if (n_heads < 1 || head_dim < 1 || head_dim % 16 || n_groups < 1 || n_heads % n_groups || n_per_key < 1 ||
+        n_per_key % 16 || n_conv < 2 || n_conv > kMostConv) {
+        throw nb::value_error("heads and keys must be of a multiple of 16 numbers, and n_heads a multiple of n_groups");
+    }
+    new (mamba) Mamba2Config{n_heads, head_dim, n_groups, n_per_key, n_conv};
+}
+
 void init_short_conv(ShortConvConfig* conv, int n_channels, int n_conv) {
     if (n_channels < 1 || n_channels % 16 || n_conv < 2 || n_conv > kMostConv)
         throw nb::value_error("n_channels must be a multiple of 16");
@@ -112,9 +121,13 @@ void check_kv_of(const DecoderConfig& config, const AttentionConfig& attention) 
         throw nb::value_error("kv_of must be a layer before it of the same sizes");
 }
 
-void add_layer(DecoderConfig& config, const MixerConfig& mixer, const std::variant<DenseConfig, ExpertsConfig>& ffn,
-               std::optional<LayerEndConfig> end) {
-    const LayerConfig layer{mixer, ffn, end};
+void add_layer(DecoderConfig& config, const MixerConfig& mixer, const FeedForwardConfig& ffn,
+               std::optional<LayerEndConfig> end, bool is_beside) {
+    const LayerConfig layer{mixer, ffn, end, is_beside};
+    if (is_beside && (!layer.attention() || config.layers.empty() ||
+                      !std::holds_alternative<NoFeedForwardConfig>(config.layers.back().ffn))) {
+        throw nb::value_error("what stands beside the mixer before it is attention, after a layer without a network");
+    }
     if (layer.attention()) {
         check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
         check_kv_of(config, *layer.attention());
@@ -367,11 +380,17 @@ void bind_blocks(nb::module_& m) {
     nb::class_<LatentConfig>(m, "LatentConfig", "Latent attention; see edgeinfer.models.LatentAttention.")
         .def("__init__", &init_latents, nb::kw_only(), "n_heads"_a, "n_plain"_a, "n_turned"_a, "n_latent"_a,
              "n_value"_a, "n_q_latent"_a, "rope"_a, "scale"_a);
+    nb::class_<Mamba2Config>(m, "Mamba2Config", "Mamba2; see edgeinfer.models.Mamba2.")
+        .def("__init__", &init_mamba2, nb::kw_only(), "n_heads"_a, "head_dim"_a, "n_groups"_a, "n_per_key"_a,
+             "n_conv"_a);
     m.attr("MOST_ROWS_OF_RECURRENCE") = RecurrentState::kMostRows;
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
-        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a, "post_norm_epsilon"_a = 0.0f);
+        .def("__init__", &init_dense, nb::kw_only(), "n_ff"_a, "activation"_a, "post_norm_epsilon"_a = 0.0f,
+             "is_plain"_a = false);
+    nb::class_<NoFeedForwardConfig>(m, "NoFeedForwardConfig", "No network; see edgeinfer.models.NoFeedForward.")
+        .def(nb::init<>());
     nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
         .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
              "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a,
@@ -404,7 +423,7 @@ void bind_config(nb::module_& m) {
         .def("add_rope", &add_rope, "halves"_a, "frequencies"_a, "magnitude"_a,
              "long_frequencies"_a = std::vector<double>(), "n_ctx"_a = 0, "Gives its number.")
         .def("add_query_scales", &add_query_scales, "values"_a, "n_positions"_a, "Gives their number.")
-        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a, "end"_a = nb::none())
+        .def("add_layer", &add_layer, "mixer"_a, "ffn"_a, "end"_a = nb::none(), "is_beside"_a = false)
         .def(
             "set_layer_inputs",
             [](DecoderConfig& config, int n_inputs, float projection_scale, float table_scale) {

@@ -27,16 +27,16 @@ namespace {
 
 using MatrixSizes = std::tuple<int, int, int>;  // format, n_out, n_in
 
-ExpertMatrix matrix_of(const MatrixSizes& sizes) {
+ExpertMatrix matrix_of(const MatrixSizes& sizes, int least_out = 1) {
     const auto [format, n_out, n_in] = sizes;
-    if (n_out < 1) throw nb::value_error("n_out must be positive");
+    if (n_out < least_out) throw nb::value_error("n_out must be positive");
     return {packed_format(format, n_in), n_out, n_in};
 }
 
 void add_layer(ExpertLayout& layout, int n_experts, const MatrixSizes& gate, const MatrixSizes& up,
                const MatrixSizes& down) {
     if (n_experts < 1) throw nb::value_error("n_experts must be positive");
-    layout.add_layer(n_experts, matrix_of(gate), matrix_of(up), matrix_of(down));
+    layout.add_layer(n_experts, matrix_of(gate), matrix_of(up, 0), matrix_of(down));
 }
 
 // part: 0 gate, 1 up, 2 down. source: the whole matrix. ggml_type: of the source; see can_pack.

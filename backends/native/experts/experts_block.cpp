@@ -54,10 +54,13 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
       of_up_(per_expert(weights, name + ".up", config_.n_ff)),
       of_down_(per_expert(weights, name + ".down", config.n_embd)) {
     check_layout(name);
+    if (is_plain() && (config_.activation != Activation::Relu2 || of_gate_.bias || of_gate_.scale)) {
+        throw std::invalid_argument(name + " has no gates, so relu2 is its activation, and nothing is done to gates");
+    }
     for (Matrix& part : experts_.parts) part.policy = &weights.policy();
     if (const int n_ff = config_.n_ff_shared) {
-        shared_gate_ = weights.matrix(name + ".shared_gate", n_ff, config.n_embd);
-        shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
+        shared_gate_ = weights.matrix(name + (is_plain() ? ".shared_up" : ".shared_gate"), n_ff, config.n_embd);
+        if (!is_plain()) shared_up_ = weights.matrix(name + ".shared_up", n_ff, config.n_embd);
         shared_down_ = weights.matrix(name + ".shared_down", config.n_embd, n_ff);
     }
     // Its router_scale is above 0 and changes no order.
@@ -71,8 +74,9 @@ ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const s
 // Throws std::invalid_argument if the store holds other experts than those of this layer.
 void ExpertsBlock::check_layout(const std::string& name) const {
     const auto is = [](const Matrix& m, int n_out, int n_in) { return m.n_out == n_out && m.n_in == n_in; };
+    const int n_up = is_plain() ? 0 : config_.n_ff;
     if (experts_.n_experts != config_.n_experts || !is(experts_.parts[0], config_.n_ff, router_.n_in) ||
-        !is(experts_.parts[1], config_.n_ff, router_.n_in) || !is(experts_.parts[2], router_.n_in, config_.n_ff)) {
+        !is(experts_.parts[1], n_up, router_.n_in) || !is(experts_.parts[2], router_.n_in, config_.n_ff)) {
         throw std::invalid_argument("the experts of " + name + " have other sizes than those of their store");
     }
 }
@@ -92,7 +96,8 @@ const int32_t* ExpertsBlock::chosen(const Activations& b, int row) const {
 void ExpertsBlock::run(const Pass& pass, int thread) const {
     const bool is_shared = config_.n_ff_shared && !config_.own_inputs;
     const Matrix& router = config_.own_inputs ? experts_.parts[0] : router_;
-    const Matrix &shared = is_shared ? shared_gate_ : router, &shared_up = is_shared ? shared_up_ : router;
+    const Matrix& shared = is_shared ? shared_gate_ : router;
+    const Matrix& shared_up = is_shared && !is_plain() ? shared_up_ : router;
     const Inputs inputs = pass.normed_inputs(thread, norm_, nullptr, pass.n,
                                              {&router, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
     if (config_.own_inputs) norm_own_inputs(pass, thread);
@@ -303,7 +308,7 @@ bool ExpertsBlock::find_record(const Pass& pass, int thread, ExpertWork& work) c
     return true;
 }
 
-// gate = activation(gate) * up for some row groups.
+// gate = activation(gate) * up for some row groups, or activation(gate) without gates.
 void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& task, const Inputs& inputs) const {
     ExpertWork& work = pass.b.experts.tasks->work(task.work);
     if (!find_record(pass, thread, work)) return;
@@ -311,7 +316,8 @@ void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& t
     const bool is_shared = work.expert == ExpertWork::kShared;
     const uint8_t* record = work.record.load(std::memory_order_relaxed);
     const Matrix gate = (is_shared ? *work.gate : experts_.part(ExpertPart::Gate, record)).from(task.first);
-    const Matrix up = (is_shared ? *work.up : experts_.part(ExpertPart::Up, record)).from(task.first);
+    const Matrix up =
+        is_plain() ? Matrix() : (is_shared ? *work.up : experts_.part(ExpertPart::Up, record)).from(task.first);
     const int n_groups = task.last - task.first, n_numbers = std::min(gate.n_out, n_groups * kRows);
     const size_t ld = is_shared ? b.ld_shared : b.ld_ff, ld_up = static_cast<size_t>(kMostTaskGroups) * kRows;
     const size_t at = static_cast<size_t>(task.first) * kRows, expert = static_cast<size_t>(work.expert);
@@ -327,9 +333,14 @@ void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& t
         const Inputs some = work.columns ? read.of(work.columns + c) : read.from(c);
         float* gates = (is_shared ? b.shared_gate : b.gate) + static_cast<size_t>(work.first_row + c) * ld + at;
         pass.kernels.matmul(gate, some, n, 0, n_groups, up.data, gates, ld);
-        pass.kernels.matmul(up, some, n, 0, n_groups, nullptr, ups, ld_up);
+        if (!is_plain()) pass.kernels.matmul(up, some, n, 0, n_groups, nullptr, ups, ld_up);
         for (int i = 0; i < n; i++) {
             float *g = gates + static_cast<size_t>(i) * ld, *u = ups + static_cast<size_t>(i) * ld_up;
+            if (is_plain()) {
+                if (!is_shared) add(of_up_, g);
+                pass.kernels.relu2(g, n_groups * kRows);
+                continue;
+            }
             if (!is_shared) add(of_gate_, g), add(of_up_, u);
             activate_numbers(g, u, n_groups * kRows);
         }

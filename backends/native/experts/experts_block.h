@@ -31,6 +31,8 @@ private:
     void check_layout(const std::string& name) const;
     Inputs own_inputs(const Pass& pass, const float* x, const Inputs& in) const;
     void norm_own_inputs(const Pass& pass, int thread) const;
+    // Whether there are no gates: what the file calls up is in their place.
+    bool is_plain() const { return experts_.parts[static_cast<int>(ExpertPart::Up)].n_out == 0; }
     void score(const Pass& pass, int thread, const Inputs& inputs) const;
     void choose(const Pass& pass, int thread) const;
     void choose_for(const Pass& pass, int thread, int row) const;

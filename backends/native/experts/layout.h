@@ -38,6 +38,7 @@ struct ExpertMatrix {
 class ExpertLayout {
 public:
     void add_layer_without_experts() { layers_.emplace_back(); }
+    // up: of experts without gates none, so that n_out is 0; gate is what the file calls up then.
     // Throws std::invalid_argument for a format that cannot be packed with these sizes.
     void add_layer(int n_experts, const ExpertMatrix& gate, const ExpertMatrix& up, const ExpertMatrix& down);
 

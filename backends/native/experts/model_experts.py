@@ -14,7 +14,7 @@ from edgeinfer.backends.native import _core
 from edgeinfer.backends.native.weights import MATRIX_TYPES, Packing
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.common.types import ExpertSizes
-from edgeinfer.models import ExpertRows, Experts, ExpertsRef, ModelSpec
+from edgeinfer.models import ExpertRows, Experts, ExpertsRef, ModelSpec, PlainExperts
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 ExpertRole: TypeAlias = Literal["gate", "up", "down"]
@@ -138,6 +138,7 @@ def _check_room(model: ModelFile, index: int, block: Experts) -> None:
 
 
 def _part(model: ModelFile, block: Experts, role: ExpertRole, packing: Packing) -> ExpertPart:
+    is_none = isinstance(block, PlainExperts) and role == "up"  # which is in the place of the gate
     ref: ExpertsRef = getattr(block, role)
     name = ref.name if isinstance(ref, ExpertRows) else ref
     info = model.tensors[name]
@@ -146,10 +147,13 @@ def _part(model: ModelFile, block: Experts, role: ExpertRole, packing: Packing) 
             f"{model.path}: tensor {name} {info.shape} has type {info.type.name}, which the native engine lacks for "
             f"experts; it has {', '.join(sorted(each.name for each in EXPERT_TYPES))}"
         )
-    _, n_out, n_in = block.shapes()[role]
+    shapes = block.shapes()
+    _, n_out, n_in = shapes.get(role, shapes["up"])
     expert_bytes = info.n_bytes // block.n_experts
     row_bytes = expert_bytes // info.shape[1]
     first = ref.first * row_bytes if isinstance(ref, ExpertRows) else 0
+    if is_none:
+        n_out = 0  # and so no bytes
     return ExpertPart(
         role, name, info.type, packing.format_of(info, role), (n_out, n_in), first, n_out * row_bytes, expert_bytes
     )
@@ -184,6 +188,8 @@ def pack_records(
         for expert in range(layer.n_experts):
             record = record_of(layer.index, expert)
             for number, part in enumerate(layer.parts):
+                if not part.n_bytes:
+                    continue
                 data = part.data(model, expert)
                 _core.pack_expert(experts.layout, layer.index, number, int(part.type), data, record, threads)
                 part.release(model, expert)

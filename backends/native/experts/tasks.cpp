@@ -50,7 +50,7 @@ void ExpertTasks::plan(int n_ready, int n_threads, const Kernels& kernels) {
     for (int i = 0; i < n_works_; i++) {
         ExpertWork& work = works_[i];
         const int at_once = kernels.at_once(work.n_rows);
-        const size_t up_bytes = work.gate->group_bytes + work.up->group_bytes;
+        const size_t up_bytes = work.gate->group_bytes + (work.up->n_out ? work.up->group_bytes : 0);
         work.groups_of_up = groups_of_task(*work.gate, up_bytes, work.n_rows, least_tasks, at_once);
         work.groups_of_down = groups_of_task(*work.down, work.down->group_bytes, work.n_rows, least_tasks, at_once);
         work.up_left.store(tasks_of(work.gate->n_groups(), work.groups_of_up), std::memory_order_relaxed);

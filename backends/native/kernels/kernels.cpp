@@ -762,6 +762,13 @@ void relu2_glu(float* gate, const float* up, int n) {
     }
 }
 
+void relu2(float* x, int n) {
+    for (int i = 0; i < n; i += 16) {
+        const F32 g = max_f32(set_f32(0.0f), load_f32(x + i));
+        store_f32(x + i, mul_f32(g, g));
+    }
+}
+
 void clamped_swiglu(float* gate, const float* up, int n) {
     const F32 most = set_f32(7.0f), one = set_f32(1.0f);
     for (int i = 0; i < n; i += 16) {
@@ -853,9 +860,9 @@ int32_t multiply_adds(const uint8_t* p, int n_rounds) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {EI_ISA_NAME,    kGroupsAtOnce, kStreamsAtOnce, matmul,          quantize32,   quantize256,
-                         quantize_token, rms_norm,      swiglu,         geglu,           relu2_glu,    clamped_swiglu,
-                         add_scaled,     silu,          blend,          scale_and_cap,   softmax,      sigmoid,
-                         sqrt_softplus,  softplus,      weighted_sum,   store_key_value, attention,    convolve,
-                         dot_product,    unit_length,   decays,         delta_read,      delta_update, delta_values,
-                         read,           multiply_adds};
+const Kernels KERNELS = {
+    EI_ISA_NAME,     kGroupsAtOnce, kStreamsAtOnce, matmul,       quantize32,     quantize256, quantize_token,
+    rms_norm,        swiglu,        geglu,          relu2_glu,    clamped_swiglu, add_scaled,  silu,
+    blend,           scale_and_cap, softmax,        sigmoid,      sqrt_softplus,  softplus,    weighted_sum,
+    store_key_value, attention,     convolve,       dot_product,  unit_length,    decays,      delta_read,
+    delta_update,    delta_values,  mamba_steps,    mamba_values, relu2,          read,        multiply_adds};

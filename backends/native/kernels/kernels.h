@@ -95,10 +95,10 @@ struct Kernels {
     // out = softmax(q keys) values for each row (Vaswani et al., arXiv:1706.03762); a sink takes its share of the softmax
     // (Xiao et al., arXiv:2309.17453).
     void (*attention)(const Attention& a);
-    // out = the sum over j of rows[j] * weights[j * ld], by FMA in the order of the rows, then x sigmoid(x) if is_silu. n: a
-    // multiple of 16.
-    void (*convolve)(const float* const* rows, const float* weights, size_t ld, int n_rows, int n, bool is_silu,
-                     float* out);
+    // out = bias + the sum over j of rows[j] * weights[j * ld], by FMA in the order of the rows, then x sigmoid(x) if
+    // is_silu. bias: null for none. n: a multiple of 16.
+    void (*convolve)(const float* const* rows, const float* weights, size_t ld, const float* bias, int n_rows, int n,
+                     bool is_silu, float* out);
     // n: a multiple of 16.
     float (*dot_product)(const float* a, const float* b, int n);
     // x *= scale / sqrt(sum(x^2) + epsilon). n: a multiple of 16.
@@ -106,14 +106,23 @@ struct Kernels {
     // x = exp(rate * ln(1 + exp(x + bias))). Arrays padded to 16.
     void (*decays)(float* x, const float* bias, const float* rate, int n);
     // The gated delta rule (Yang et al., arXiv:2412.06464) on a block of `width` columns, 16 or 32, of a state S (n, width).
-    // u = S^T k, w = S^T q.
+    // u = S^T k, w = S^T q; w alone where k is null.
     void (*delta_read)(const float* s, int n, int width, const float* k, const float* q, float* u, float* w);
-    // out = decay S + k d^T, which may be S itself; and u, w of the result for next_k, next_q, unless these are null.
+    // out = decay S + k d^T, which may be S itself; and u, w of the result for next_k, next_q, unless these are null; w
+    // alone where only next_k is.
     void (*delta_update)(const float* s, float* out, int n, int width, const float* k, const float* d, float decay,
                          const float* next_k, const float* next_q, float* u, float* w);
     // d = beta (v - decay u), out = decay w + kq d with kq = k q. out may be v.
     void (*delta_values)(int width, const float* u, const float* w, const float* v, float decay, float beta, float kq,
                          float* d, float* out);
+    // Mamba2 (Dao and Gu, arXiv:2405.21060), whose state changes as above. step = ln(1 + exp(step + bias)), decay =
+    // exp(rate * step). Arrays padded to 16.
+    void (*mamba_steps)(float* step, float* decay, const float* bias, const float* rate, int n);
+    // d = step v, out = decay w + kq d + skip v with kq = k q. out may be v. width: 16 or 32.
+    void (*mamba_values)(int width, const float* w, const float* v, float decay, float step, float kq, float skip,
+                         float* d, float* out);
+    // x = max(x, 0)^2 (So et al., arXiv:2109.08668). Arrays padded to 16.
+    void (*relu2)(float* x, int n);
     // For measuring this machine: reads n bytes, a multiple of 256; does kMultiplyAdds int8 multiply-adds a round out of
     // 1024 bytes. Both give back something that depends on all they did.
     int32_t (*read)(const uint8_t* p, size_t n);

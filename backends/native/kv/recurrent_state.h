@@ -23,18 +23,18 @@
 #include "kv/segments.h"
 #include "platform.h"
 
-// A state of n_heads times S (head_dim, head_dim), and the last n_conv - 1 rows of n_channels that went into the
-// convolution. n_k: numbers of the keys of a token. All but n_heads and n_conv are multiples of 16; without heads the
+// A state of n_heads times S (n_rows, head_dim), and the last n_conv - 1 rows of n_channels that went into the
+// convolution. n_k: numbers of the keys of a token. head_dim, n_k and n_channels are multiples of 16; without heads the
 // convolution is all.
 struct RecurrentSizes {
-    int n_heads, head_dim, n_k, n_channels, n_conv;
+    int n_heads, head_dim, n_k, n_channels, n_conv, n_rows;
 
     bool operator==(const RecurrentSizes&) const = default;
 
     // Parts that are computed one by one: heads and the convolution; or runs of channels of the convolution.
     static constexpr int kChannels = 128;
     int n_parts() const { return n_heads ? n_heads + 1 : (n_channels + kChannels - 1) / kChannels; }
-    size_t head_floats() const { return static_cast<size_t>(head_dim) * static_cast<size_t>(head_dim); }
+    size_t head_floats() const { return static_cast<size_t>(n_rows) * static_cast<size_t>(head_dim); }
     // Where the rows of the convolution are in a state.
     size_t conv_at() const { return static_cast<size_t>(n_heads) * head_floats(); }
     size_t state_floats() const { return conv_at() + static_cast<size_t>((n_conv - 1) * n_channels); }

@@ -119,7 +119,9 @@ class RepackableModel:
         blocks += [
             f"layers.{layer.index}" for layer in self._experts.layers if any(part.name == name for part in layer.parts)
         ]
-        return min(self.spec.first_layer_of(block) for block in blocks)
+        first = min(self.spec.first_layer_of(block) for block in blocks)
+        is_beside = first < self.spec.n_layers and self.spec.layers[first].is_beside
+        return first - is_beside  # what stands beside another mixer needs what that one read
 
     def repack(self, name: str) -> None:
         """Take a matrix, or those of experts, from the file as it is now. Vectors stay. Raises ModelFileError."""
@@ -199,7 +201,7 @@ def _repack_experts(
     for layer in experts.layers:
         for number, part in enumerate(layer.parts):
             assert EXPERT_ROLES[number] == part.role
-            if part.name != name:
+            if part.name != name or not part.n_bytes:
                 continue
             for expert in range(layer.n_experts):
                 data, record = part.data(file, expert), records.record(layer.index, expert)

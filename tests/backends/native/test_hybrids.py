@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, comparisons, same_bits
 from interrupts import interrupted_every
-from tiny_hybrids import HYBRID_ARCHITECTURES, HybridArchitecture, write_tiny_hybrid
+from recurrent_models import RECURRENT_MODELS, write_recurrent_model
+from tiny_hybrids import write_tiny_hybrid
+from tiny_mamba import write_tiny_mamba
 
 from edgeinfer.backends.base import Rows, run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, available_isas
@@ -43,14 +45,18 @@ class Opener:
         return self.model(n_threads, isa, n_batch).session()
 
 
-@pytest.fixture(scope="module", params=HYBRID_ARCHITECTURES)
+# Experts with rows of their own are not among them, which is said by name.
+MODELS = [name for name in RECURRENT_MODELS if name != "nemotron_h_moe+latent"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def opener(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opener:
-    return Opener(write_tiny_hybrid(tmp_path_factory.mktemp("hybrids") / "m.gguf", request.param, "Q8_0"))
+    return Opener(write_recurrent_model(tmp_path_factory.mktemp("hybrids") / "m.gguf", request.param, "Q8_0"))
 
 
-@pytest.fixture(scope="module", params=["qwen35", "lfm2"])
+@pytest.fixture(scope="module", params=["qwen35", "lfm2", "granitehybrid", "falcon-h1"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Opener:
-    return Opener(write_tiny_hybrid(tmp_path_factory.mktemp("dense") / "m.gguf", request.param, "Q8_0"))
+    return Opener(write_recurrent_model(tmp_path_factory.mktemp("dense") / "m.gguf", request.param, "Q8_0"))
 
 
 def some_tokens(rng: np.random.Generator, n: int) -> list[int]:
@@ -65,11 +71,11 @@ def read(session: NativeSession, tokens: Sequence[int]) -> np.ndarray:
 # ---- against others ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", HYBRID_ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_the_order_of_operations_is_as_good_as_the_textbook_s(
-    architecture: HybridArchitecture, tmp_path: Path, rng: np.random.Generator
+    architecture: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
-    path, tokens = write_tiny_hybrid(tmp_path / "m.gguf", architecture), rng.integers(0, 291, 200)
+    path, tokens = write_recurrent_model(tmp_path / "m.gguf", architecture), rng.integers(0, 291, 200)
     found, expected = [], []
     with ModelFile.open(path) as file:
         spec = read_spec(file)
@@ -121,6 +127,20 @@ def test_the_type_of_the_kv_cache_is_that_of_attention_alone(
 def test_states_of_other_shapes(shape: dict[str, int], tmp_path: Path, rng: np.random.Generator) -> None:
     """Blocks of 16 columns, of 32 and then 16, and one head."""
     opener = Opener(write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", "F32", **shape))
+    tokens = rng.integers(0, 291, 100).astype(np.int32)
+    assert [what for what, equal in comparisons(opener, (), tokens, sizes=(1, 3, 16)) if not equal] == []
+    backend = ReferenceBackend()
+    plan = backend.plan(opener.file, opener.spec, LoadSettings(128))
+    expected = backend.load(opener.file, opener.spec, plan, Device(1)).session().forward(tokens, logits="all").logits
+    assert np.abs(read(opener(), tokens.tolist()) - expected).max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    "shape", [{"n_mamba_heads": 16}, {"n_per_key": 48}, {"n_mamba_heads": 4, "n_groups": 1}, {"n_groups": 8}]
+)
+def test_states_of_mamba_of_other_shapes(shape: dict[str, int], tmp_path: Path, rng: np.random.Generator) -> None:
+    """Heads of 16, 32 and 64 numbers; keys of 16 and 48; groups of one and of all heads."""
+    opener = Opener(write_tiny_mamba(tmp_path / "m.gguf", "granitehybrid", "F32", **shape))
     tokens = rng.integers(0, 291, 100).astype(np.int32)
     assert [what for what, equal in comparisons(opener, (), tokens, sizes=(1, 3, 16)) if not equal] == []
     backend = ReferenceBackend()
@@ -225,8 +245,8 @@ def test_whatever_a_session_did_before(dense: Opener, seed: int) -> None:
 
 
 def test_experts_in_a_hybrid_with_a_small_cache(tmp_path: Path) -> None:
-    for architecture in ("qwen35moe", "lfm2moe"):
-        opener = Opener(write_tiny_hybrid(tmp_path / f"{architecture}.gguf", architecture, "Q8_0"))
+    for architecture in ("qwen35moe", "lfm2moe", "granitehybrid+experts", "nemotron_h_moe"):
+        opener = Opener(write_recurrent_model(tmp_path / f"{architecture}.gguf", architecture, "Q8_0"))
         sizes = NativeBackend().expert_sizes(opener.file, opener.spec)
         resident, cached = opener.model(), opener.model(expert_cache=max(sizes.total // 4, sizes.least))
         tokens = some_tokens(np.random.default_rng(4), 60)
@@ -364,9 +384,18 @@ def test_of_a_long_chain_that_is_pending_all_stay_or_none(dense: Opener, rng: np
     text.decode()
 
 
+def test_experts_with_rows_of_their_own_are_refused_by_name(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_mamba(tmp_path / "m.gguf", "nemotron_h_moe+latent")) as file:
+        with pytest.raises(UnsupportedModel, match=r"layers\.0\.ffn has n_latent, which the native backend does not"):
+            NativeBackend().plan(file, read_spec(file), LoadSettings(64))
+
+
 def test_heads_that_no_kernel_has_are_refused(tmp_path: Path) -> None:
     with ModelFile.open(write_tiny_hybrid(tmp_path / "m.gguf", "qwen35", n_state=24)) as file:
         with pytest.raises(UnsupportedModel, match=r"layers\.0\.mixer has heads of 24 numbers, .* a multiple of 16"):
+            NativeBackend().plan(file, read_spec(file), LoadSettings(64))
+    with ModelFile.open(write_tiny_mamba(tmp_path / "k.gguf", n_per_key=24)) as file:
+        with pytest.raises(UnsupportedModel, match=r"layers\.0\.mixer has keys of 24 numbers, .* a multiple of 16"):
             NativeBackend().plan(file, read_spec(file), LoadSettings(64))
     with ModelFile.open(write_tiny_hybrid(tmp_path / "n.gguf", "lfm2", n_embd=100, n_heads=2)) as file:
         with pytest.raises(UnsupportedModel, match=r"layers\.0\.mixer has rows of 100 numbers"):

@@ -121,6 +121,11 @@ void the_rest_of_a_layer(const Kernels& kernels) {
     y = x;
     kernels.silu(y.data(), 1024);
     report(kernels, "silu", y);
+    y = x;
+    kernels.relu2(y.data(), 1024);
+    report(kernels, "relu2", y);
+    y = x;
+    kernels.silu(y.data(), 1024);
     kernels.blend(x.data(), y.data(), w.data(), 1024, out.data());
     report(kernels, "blend", out);
     y = x;
@@ -162,8 +167,10 @@ void recurrence(const Kernels& kernels) {
     const int n = 48;
     std::vector<float> x = numbers.floats(1024), w = numbers.floats(4096), out(1024);
     const float* rows[] = {x.data(), x.data() + 16, w.data(), x.data() + 32};
-    kernels.convolve(rows, w.data(), 960, 4, 960, true, out.data());
+    kernels.convolve(rows, w.data(), 960, nullptr, 4, 960, true, out.data());
     report(kernels, "convolve", out);
+    kernels.convolve(rows, w.data(), 960, x.data() + 48, 4, 960, true, out.data());
+    report(kernels, "convolve-bias", out);
     out[0] = kernels.dot_product(x.data(), w.data(), 960);
     report(kernels, "dot_product", out);
     kernels.unit_length(out.data(), 960, 1e-6f, 0.3f);
@@ -174,6 +181,10 @@ void recurrence(const Kernels& kernels) {
     for (float& value : out) value *= 20;
     kernels.decays(out.data(), w.data(), rate.data(), 1024);
     report(kernels, "decays", out);
+    std::vector<float> steps = numbers.floats(1024);
+    kernels.mamba_steps(steps.data(), out.data(), w.data(), rate.data(), 1024);
+    report(kernels, "mamba_steps", steps);
+    report(kernels, "mamba_steps-decays", out);
     for (const int width : {16, 32}) {
         std::vector<float> state = numbers.floats(static_cast<size_t>(n * width)), u(32), v(32), d(32), y(32);
         kernels.delta_read(state.data(), n, width, x.data(), w.data(), u.data(), v.data());
@@ -188,6 +199,11 @@ void recurrence(const Kernels& kernels) {
         state.insert(state.end(), u.begin(), u.end());
         state.insert(state.end(), v.begin(), v.end());
         report(kernels, "delta_update-" + std::to_string(width), state);
+        // Without a key the query reads the same.
+        kernels.delta_read(next.data(), n, width, nullptr, x.data(), nullptr, u.data());
+        if (!std::equal(u.begin(), u.begin() + width, v.begin())) std::exit(1);
+        kernels.mamba_values(width, u.data(), w.data(), 0.9f, 0.4f, 0.2f, 0.7f, d.data(), y.data());
+        report(kernels, "mamba_values-" + std::to_string(width), y);
     }
 }
 
