@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_recurrence.py MODEL.gguf [--threads 2] [--rows 1,2,4,8,16,32] [--n-past 64]
 
 Each number of rows is a chain after --n-past tokens, of which nothing is committed, so that each pass reads the same.
-For each the median of --repeats passes. Convolutions, lengths of queries and keys, states, and the norm and gate of what
+For each the median of --repeats passes. Convolutions, lengths of queries and keys, states, norm and gate of what
 they give count as recurrence, with what the first thread waits for the others there. Random weights do, as
 make_hybrids.py writes them. Other work on the machine makes both parts slower, not alike. One JSON line.
 """
