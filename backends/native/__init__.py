@@ -1,6 +1,7 @@
 """The C++ engine for CPUs: packed weights, kernels per instruction set, threads, KV cache and decoder."""
 
 from edgeinfer.backends.native.backend import NativeBackend
+from edgeinfer.backends.native.config import most_rows_of_tree
 from edgeinfer.backends.native.head import NativeHeadModel, NativeHeadSession, load_head, plan_head
 from edgeinfer.backends.native.machine import (
     MachineLimits,
@@ -25,6 +26,7 @@ __all__ = [
     "build_id",
     "load_head",
     "missing_isas",
+    "most_rows_of_tree",
     "plan_head",
     "top_k",
 ]

@@ -185,6 +185,11 @@ def _recurrent_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) 
     return _bytes_of(config, settings, n_positions) if layers else 0
 
 
+def most_rows_of_tree(spec: ModelSpec) -> int:
+    """Tokens of the largest tree that a model runs; 32 where no recurrent layer has large rows."""
+    return decoder_config(spec, n_ctx=1, n_batch=1).most_rows_of_tree
+
+
 def add_inputs(config: _core.DecoderConfig, matrices: Iterable[tuple[int, int]]) -> None:
     """Make room for what matrices (packed format, n_in) read; without it a decoder refuses them."""
     for packed_as, n_in in set(matrices):

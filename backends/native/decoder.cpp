@@ -140,6 +140,7 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
     for (const SequenceRows& sequence : sequences) pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
+    pass.recurrence_ns = &recurrence_ns_;
     pass.logits = logits;
     pass.expert_device = expert_device_.get();
     pass.squares = squares_.get();
@@ -160,6 +161,7 @@ bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const 
     pass.add(sequence);
     pass.rows = rows;
     pass.n_rows = n_rows;
+    pass.recurrence_ns = &recurrence_ns_;
     pass.logits = logits;
     pass.first_layer = first_layer;
     pass.start = x;
@@ -184,6 +186,7 @@ bool Decoder::run_by_all(const Pass& pass) {
 void Decoder::begin(const Pass& pass) {
     weights_->wait_until_mapped();
     last_rows_.begin(pass.sequences, pass.n);
+    recurrence_ns_.store(0, std::memory_order_relaxed);
     if (!store_) return;
     store_->begin_pass();
     predictor_->begin_pass();

@@ -90,6 +90,8 @@ public:
     // of one row, 0 without experts.
     double expert_union();
     size_t expert_bytes_of_row() const;
+    // What recurrent layers took in the last pass beside their products: convolutions, states, waiting for other threads.
+    double recurrence_seconds() const { return 1e-9 * static_cast<double>(recurrence_ns_.load()); }
     // A sequence commits this path of its pending rows, and drops the others: experts that only dropped rows of the
     // last pass needed have the recency that they had before it. Rows of sequences that did not commit yet count as
     // kept. Does nothing while a pass runs.
@@ -166,6 +168,7 @@ private:
     std::optional<LayerInputsBlock> layer_inputs_;
     std::vector<Layer> layers_;
     PassRows last_rows_;
+    std::atomic<int64_t> recurrence_ns_{0};  // of the last pass, see recurrence_seconds
     const float* output_norm_;
     Matrix output_;
     const Embedding& embedding_;

@@ -46,8 +46,10 @@ struct DeltaNetBlock::Rows {
 void DeltaNetBlock::run(const Pass& pass, int thread, const float*) const {
     const Activations& b = pass.b;
     project(pass, thread, pass.normed_inputs(thread, norm_, nullptr, pass.n, {&qkv_, &gate_, &beta_, &alpha_}));
+    const auto since = std::chrono::steady_clock::now();
     mix(pass, thread);
     recur(pass, thread);
+    pass.add_recurrence(thread, since);
     pass.add_projection(thread, b.z, b.ld_z, nullptr, output_, nullptr, nullptr);
 }
 

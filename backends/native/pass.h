@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <cstdint>
 #include <functional>
 #include <initializer_list>
 #include <mutex>
@@ -64,6 +66,12 @@ public:
     // Stops it for a reason, the first of which is kept.
     void fail(const char* reason) const;
     const std::string& failure() const { return failure_; }
+    // What the first thread took since then is time of recurrences, beside products.
+    void add_recurrence(int thread, std::chrono::steady_clock::time_point since) const {
+        if (thread != 0 || !recurrence_ns) return;
+        const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - since;
+        recurrence_ns->fetch_add(taken.count(), std::memory_order_relaxed);
+    }
     // The same as is_stopped, for tasks that wait for something: polls too.
     bool gives_up(int thread) const {
         if (thread == 0 && poll_()) stop();
@@ -131,7 +139,8 @@ public:
     InputSquares* squares = nullptr;  // null where they are not recorded
     int first_layer = 0;              // that runs: those before it left what is in `start`
     const float* start = nullptr;     // (n, n_embd): the residual stream before that layer, null for the embeddings
-    ExpertDevice* expert_device = nullptr;  // null where the CPU computes all experts
+    ExpertDevice* expert_device = nullptr;          // null where the CPU computes all experts
+    std::atomic<int64_t>* recurrence_ns = nullptr;  // see add_recurrence
 
 private:
     void product_on_device(int thread, const Matrix& w, const Inputs& inputs, int n_columns, float* y,

@@ -146,10 +146,10 @@ class NativeSequence(OfOneProcess, ABC):
                 f"{state.n_past}: found {len(links)}; forward and commit n_batch at a time (run_sequence does)"
             )
         if not state.can_begin(links, n_pending, len(ids)):
-            most = _core.MOST_ROWS_OF_RECURRENCE
             raise ShapeError(
-                f"the model has recurrent layers, so a tree must fit into {most} tokens, and of a chain of more that "
-                f"is pending all must stay or none: found {len(links)} tokens, {n_pending} of them pending before"
+                f"the model has recurrent layers, so a tree must fit into {state.most_rows_of_tree} tokens, "
+                f"and of a chain of more that is pending all must stay or none: "
+                f"found {len(links)} tokens, {n_pending} of them pending before"
             )
         given = None if features is None else check_features(features, len(ids), self._decoder.decoder_spec.n_embd)
         return SequenceRows(state, ids, links, is_chain, n_pending, requested, taps, given)

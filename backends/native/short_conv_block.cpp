@@ -17,10 +17,12 @@ void ShortConvBlock::run(const Pass& pass, int thread, const float*) const {
         pass.product(thread, input_, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.next_data(input_, task),
                      b.u, b.ld_u);
     });
+    const auto since = std::chrono::steady_clock::now();
     const int n_parts = config_.state_sizes().n_parts();
     pass.for_tasks(thread, static_cast<int>(pass.sequences.size()) * n_parts, [&](int task) {
         run_channels(pass, pass.sequences[static_cast<size_t>(task / n_parts)], task % n_parts);
     });
+    pass.add_recurrence(thread, since);
     pass.add_projection(thread, b.z, b.ld_z, nullptr, output_, nullptr, nullptr);
 }
 

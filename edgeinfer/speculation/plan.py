@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgeinfer.backends.head_weights import kept_bytes, read_head_beside, read_nextn_beside
-from edgeinfer.backends.native import NativeBackend, plan_head
+from edgeinfer.backends.native import NativeBackend, most_rows_of_tree, plan_head
 from edgeinfer.common.errors import BackendUnavailable, EdgeInferError, InvalidArgument, UnsupportedModel
 from edgeinfer.common.settings import DEFAULT_DRAFT_MAX, LoadSettings
 from edgeinfer.common.signal_handlers import is_from_handler
@@ -200,7 +200,8 @@ def find_drafters(
     keeps earlier answers.
     """
     free, name = drafters_named(draft)
-    most = min(draft_max, draft_max_of(read_spec(target).n_vocab))
+    of_target = read_spec(target)
+    most = min(draft_max, draft_max_of(of_target.n_vocab), most_rows_of_tree(of_target) - 1)
     found = DraftChoice(free, n_vocab, target, n_threads, draft_device == "auto", most, n_texts=plan.n_sequences)
     if draft_memory is not None and AnswersDrafter.name in free:
         found.answers = AnswerFile(draft_memory, fingerprint(target, by_tokens=True), n_vocab)

@@ -4,7 +4,7 @@
 
 Each cell is one load in a process of its own. It fills the context, draws from all of a flat distribution, repeats a
 text so that drafts are long, and answers in a chat; in a hybrid all texts have had all states and rows before that they
-can have. The peak of the process is compared with the plan. --cells "gemma 512" runs those whose line has all these words.
+can have. The peak of the process is compared with the plan. --cells "gemma 512": those whose line has all these words.
 --parts: print purposes and stages too. The models are written to the folder where they are missing, 2.5 GB; SMOLLM2 is
 the default model. --json: also to a file after each cell, which is read first, so that a run goes on where another one
 ended. Linux only. One JSON line last.

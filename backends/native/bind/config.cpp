@@ -185,10 +185,11 @@ PoolSizes pool_sizes(const DecoderConfig& config, KvType type, int n_ctx, int n_
 }
 
 void init_pool(SequencePool* pool, const DecoderConfig& config, KvType type, int n_ctx, int n_sequences,
-               int n_positions, size_t checkpoint_bytes) {
+               int n_positions, size_t checkpoint_bytes, size_t row_bytes) {
     check_cache(config, type, n_ctx);
     PoolSizes sizes = pool_sizes(config, type, n_ctx, n_sequences, n_positions);
     sizes.checkpoint_bytes = checkpoint_bytes;
+    sizes.row_bytes = row_bytes;
     new (pool) SequencePool(sizes);
 }
 
@@ -383,7 +384,6 @@ void bind_blocks(nb::module_& m) {
     nb::class_<Mamba2Config>(m, "Mamba2Config", "Mamba2; see edgeinfer.models.Mamba2.")
         .def("__init__", &init_mamba2, nb::kw_only(), "n_heads"_a, "head_dim"_a, "n_groups"_a, "n_per_key"_a,
              "n_conv"_a);
-    m.attr("MOST_ROWS_OF_RECURRENCE") = RecurrentState::kMostRows;
     m.attr("MOST_EXPERTS_USED") = kMostUsed;
     m.attr("MOST_EXPERT_GROUPS") = kMostExpertGroups;
     nb::class_<DenseConfig>(m, "DenseConfig", "A gated feed-forward network; see edgeinfer.models.Dense.")
@@ -451,6 +451,12 @@ void bind_config(nb::module_& m) {
                 return SequencePool::n_bytes(pool_sizes(config, type, n_ctx, n_sequences, n_positions));
             },
             "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0)
+        .def_prop_ro(
+            "most_rows_of_tree",
+            [](const DecoderConfig& config) {
+                return SequencePool::most_rows_of_tree(config.sequence_sizes(KvType::F16, config.n_ctx));
+            },
+            "Tokens of the largest tree that recurrent layers run.")
         .def(
             "activation_bytes",
             [](const DecoderConfig& config, const FrontConfig& front, int n_threads) {
@@ -463,9 +469,9 @@ void bind_sequence_state(nb::module_& m) {
     nb::class_<SequencePool>(m, "SequencePool",
                              "The memory of the sequences of a model, and sequences that are kept in it for later.")
         .def("__init__", &init_pool, "config"_a, "type"_a, "n_ctx"_a, "n_sequences"_a = 1, "n_positions"_a = 0,
-             "checkpoint_bytes"_a = RecurrentMemory::kCheckpointBytes,
+             "checkpoint_bytes"_a = RecurrentMemory::kCheckpointBytes, "row_bytes"_a = RecurrentMemory::kRowBytes,
              "checkpoint_bytes: of earlier states of recurrent layers, for each sequence that runs, together; those of "
-             "one each, and two, at least.")
+             "one each, and two, at least.  row_bytes: of what is kept of the tokens of a tree; 16 tokens at least.")
         .def(
             "has_free", &has_free, "wants"_a, "by_batches"_a,
             "Whether so many slots after the committed ones of sequences can be had now; by_batches: committed n_batch "
@@ -495,6 +501,8 @@ void bind_sequence_state(nb::module_& m) {
             },
             "parents"_a, "n_pending"_a, "n"_a,
             "Whether recurrent layers can run n rows after the pending ones; parents of all: a row, or -1.")
+        .def_prop_ro("most_rows_of_tree", &SequenceState::most_rows_of_tree,
+                     "Tokens of the largest tree that recurrent layers run.")
         .def("can_commit", &SequenceState::can_commit, "n"_a,
              "Whether the first n pending rows can be committed: of a long chain in recurrent layers all, or none.")
         .def("mark", &SequenceState::mark, "A request begins here, which may come back to it.")

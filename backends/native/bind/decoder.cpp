@@ -403,6 +403,8 @@ void bind_decoder(nb::module_& m) {
         .def("forward_lists", &forward_lists, "sequences"_a, "logits"_a)
         .def("forward_from", &forward_from, "state"_a, "tokens"_a, "first_layer"_a, "x"_a, "rows"_a, "logits"_a,
              "Logits of some rows of a new sequence whose residual stream before a layer is known: x (n, n_embd).")
+        .def_prop_ro("recurrence_seconds", &Decoder::recurrence_seconds,
+                     "What recurrent layers took in the last pass beside their products.")
         .def_prop_ro("expert_bytes_of_row", &Decoder::expert_bytes_of_row)
         .def("expert_union", &Decoder::expert_union, nb::call_guard<ReleasedGil>(),
              "Bytes of the experts that the last pass needed, each once, over bytes of those of one row; 0 without "

@@ -30,15 +30,23 @@ size_t RecurrentMemory::n_bytes(const RecurrentSizes& sizes, int n_layers, size_
     return slot_bytes(sizes, n_layers) * n_slots + row_bytes(sizes, n_layers) * n_rows;
 }
 
-RecurrentMemory::RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows,
-                                 int most_of_sequence)
+int RecurrentMemory::most_rows_of(const RecurrentSizes& sizes, int n_layers, size_t n_bytes) {
+    for (const int n : {kMostRows, 24}) {
+        if (row_bytes(sizes, n_layers) * static_cast<size_t>(n) <= n_bytes) return n;
+    }
+    return 16;
+}
+
+RecurrentMemory::RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_sequences,
+                                 int most_of_sequence, int most_rows)
     : sizes(sizes),
       n_layers(n_layers),
       most_of_sequence(most_of_sequence),
+      most_rows(most_rows),
       slots(n_slots),
-      rows(n_rows),
+      rows(2 * most_rows * n_sequences),
       states_(slot_bytes(sizes, n_layers) * static_cast<size_t>(n_slots), slot_bytes(sizes, n_layers) >= kHugeSlot),
-      rows_(row_bytes(sizes, n_layers) * static_cast<size_t>(n_rows), false) {}
+      rows_(row_bytes(sizes, n_layers) * static_cast<size_t>(2 * most_rows * n_sequences), false) {}
 
 std::unique_ptr<LayerState> RecurrentMemory::state() { return std::make_unique<RecurrentState>(*this); }
 
@@ -95,9 +103,9 @@ bool RecurrentTable::thin(Users& slots, int length, bool must_free) {
 // A place for the state after the committed rows, or for a tip, which has their changes too. n_new: pending rows, those of the
 // pass among them.
 RecurrentState::Needed RecurrentState::needed(int n_new) const {
-    const bool needs_tip = n_new > kMostRows && tip_ < 0;
-    const bool needs_target = n_new <= kMostRows && !committed_.empty() && target_ < 0;
-    const size_t n_rows = static_cast<size_t>(std::min(n_new, kMostRows));
+    const bool needs_tip = n_new > most_rows() && tip_ < 0;
+    const bool needs_target = n_new <= most_rows() && !committed_.empty() && target_ < 0;
+    const size_t n_rows = static_cast<size_t>(std::min(n_new, most_rows()));
     return {static_cast<size_t>(needs_tip || needs_target), n_rows - std::min(n_rows, nodes_.size())};
 }
 
@@ -189,7 +197,7 @@ bool RecurrentClaim::reserve(LayerState& state, int n_past, int n_slots) {
     if (n_past > of.state->length()) {
         const bool has_own = !of.table.empty() && !slots_.is_shared(of.table.base_slot());
         all.slots = has_own ? 1 : 2;
-        const size_t n_rows = RecurrentMemory::kRowsOfSequence;
+        const size_t n_rows = 2 * static_cast<size_t>(memory_.most_rows);
         all.rows = n_rows - std::min(n_rows, of.state->nodes_.size() + of.state->committed_.size());
     }
     while (of.spares.size() < all.slots) {
@@ -224,7 +232,7 @@ bool RecurrentState::can_begin(const int32_t* parents, int n_pending, int n) con
         if (parents[i] < n_tip - 1) return false;
         is_chain = is_chain && parents[i] == i - 1;
     }
-    return is_chain || n_nodes <= kMostRows;
+    return is_chain || n_nodes <= most_rows();
 }
 
 void RecurrentState::begin(const int32_t* parents, int n_pending, int n) {
@@ -237,7 +245,7 @@ void RecurrentState::begin(const int32_t* parents, int n_pending, int n) {
     plan_ = {};
     plan_.n_old = static_cast<int>(nodes_.size());
     plan_.n_nodes = plan_.n_old + n;
-    plan_.is_chain = plan_.n_nodes > kMostRows;
+    plan_.is_chain = plan_.n_nodes > most_rows();
     plan_.snapshot = kNone;
     for (int i = n_tip_; i < n_pending + n; i++) plan_.parents.push_back(parents[i] - n_tip_);
     source_ = n_tip_ ? tip_ : table_.base_slot();

@@ -51,10 +51,10 @@ class RecurrentState;
 // layers are one row.
 class RecurrentMemory : public LayerMemory {
 public:
-    // Most tokens of a tree, and of a chain whose rows are kept.
+    // Most tokens of a tree, and of a chain whose rows are kept: 32, or 24, or 16 where these bytes do not hold more.
     static constexpr int kMostRows = 32;
-    // Rows of committed tokens, and those of the pass that applies them.
-    static constexpr int kRowsOfSequence = 2 * kMostRows;
+    static constexpr size_t kRowBytes = size_t{32} << 20;
+    static int most_rows_of(const RecurrentSizes& sizes, int n_layers, size_t n_bytes);
 
     // Those that a sequence needs: the state before a pass, and the one after it.
     static constexpr int kLeastSlots = 2;
@@ -64,8 +64,9 @@ public:
     static int64_t n_checkpoints(const RecurrentSizes& sizes, int n_layers, size_t n_bytes, int n_sequences);
     static size_t n_bytes(const RecurrentSizes& sizes, int n_layers, size_t n_slots, size_t n_rows);
 
-    // most_of_sequence: slots.
-    RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_rows, int most_of_sequence);
+    // most_of_sequence: slots.  Each of n_sequences has rows of committed tokens, and those of the pass that applies them.
+    RecurrentMemory(const RecurrentSizes& sizes, int n_layers, int n_slots, int n_sequences, int most_of_sequence,
+                    int most_rows);
 
     std::unique_ptr<LayerState> state() override;
     std::unique_ptr<LayerClaim> claim() override;
@@ -79,6 +80,7 @@ public:
 
     const RecurrentSizes sizes;
     const int n_layers, most_of_sequence;  // slots
+    const int most_rows;
     Users slots, rows;
     std::vector<RecurrentState*> states;  // of all sequences, those that are kept among them
 
@@ -133,6 +135,7 @@ public:
 
     // A request begins here: the state now, or that some tokens before, is worth keeping.
     void mark() { marked_ = is_torn() ? kNone : table_.base_position(); }
+    int most_rows() const { return memory_.most_rows; }
     // Whether n rows can come after n_pending pending ones, see begin.
     bool can_begin(const int32_t* parents, int n_pending, int n) const;
     // Whether the first n pending rows, a chain or a path of a tree, can be committed.

@@ -46,8 +46,8 @@ struct Alike {
         const int64_t of_running = int64_t{RecurrentMemory::kLeastSlots} * (sizes.n_sequences - 1) + most_slots(sizes);
         return of_running + of_kept(sizes, RecurrentMemory::kLeastSlots + n_checkpoints(sizes, 1));
     }
-    static int64_t n_rows(const PoolSizes& sizes) {
-        return int64_t{RecurrentMemory::kRowsOfSequence} * sizes.n_sequences;
+    int most_rows(const PoolSizes& sizes) const {
+        return RecurrentMemory::most_rows_of(recurrent(), n_layers(), sizes.row_bytes);
     }
     size_t n_bytes(const PoolSizes& sizes) const;
     std::unique_ptr<LayerMemory> memory(const PoolSizes& sizes) const;
@@ -56,7 +56,7 @@ struct Alike {
 size_t Alike::n_bytes(const PoolSizes& sizes) const {
     if (kv()) return shape(sizes.of_sequence.type).segment_bytes() * static_cast<size_t>(n_segments(sizes));
     return RecurrentMemory::n_bytes(recurrent(), n_layers(), static_cast<size_t>(n_slots(sizes)),
-                                    static_cast<size_t>(n_rows(sizes)));
+                                    2 * static_cast<size_t>(most_rows(sizes) * sizes.n_sequences));
 }
 
 std::unique_ptr<LayerMemory> Alike::memory(const PoolSizes& sizes) const {
@@ -65,7 +65,7 @@ std::unique_ptr<LayerMemory> Alike::memory(const PoolSizes& sizes) const {
         return std::make_unique<KvMemory>(shape(one.type), kv()->window, one.n_batch,
                                           static_cast<int>(n_segments(sizes)));
     return std::make_unique<RecurrentMemory>(recurrent(), n_layers(), static_cast<int>(n_slots(sizes)),
-                                             static_cast<int>(n_rows(sizes)), static_cast<int>(most_slots(sizes)));
+                                             sizes.n_sequences, static_cast<int>(most_slots(sizes)), most_rows(sizes));
 }
 
 // A window that would hold no less than all of the sequences is none.
@@ -104,6 +104,15 @@ size_t SequencePool::n_bytes(const PoolSizes& sizes) {
     size_t n_bytes = 0;
     for (const Alike& alike : alike_of(sizes)) n_bytes += alike.n_bytes(sizes);
     return n_bytes;
+}
+
+int SequencePool::most_rows_of_tree(const SequenceSizes& sizes) {
+    const PoolSizes of_one = PoolSizes::of_one(sizes);
+    int most = RecurrentMemory::kMostRows;
+    for (const Alike& alike : alike_of(of_one)) {
+        if (!alike.kv()) most = std::min(most, alike.most_rows(of_one));
+    }
+    return most;
 }
 
 SequencePool::SequencePool(const PoolSizes& sizes) : sizes_(sizes), places_(sizes.of_sequence.layers.size()) {

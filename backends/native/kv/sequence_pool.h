@@ -38,7 +38,8 @@ struct SequenceSizes {
 struct PoolSizes {
     SequenceSizes of_sequence;
     int n_sequences = 1, n_positions = 0;
-    size_t checkpoint_bytes = RecurrentMemory::kCheckpointBytes;  // see RecurrentMemory::n_checkpoints
+    // See RecurrentMemory::n_checkpoints and most_rows_of.
+    size_t checkpoint_bytes = RecurrentMemory::kCheckpointBytes, row_bytes = RecurrentMemory::kRowBytes;
 
     static PoolSizes of_one(const SequenceSizes& sizes) { return {sizes, 1, sizes.n_ctx}; }
 };
@@ -67,6 +68,8 @@ public:
 
     // What is held when all of it is full.
     static size_t n_bytes(const PoolSizes& sizes);
+    // Tokens of the largest tree that recurrent layers run.
+    static int most_rows_of_tree(const SequenceSizes& sizes);
     size_t used_bytes() const;
     size_t window_bytes() const;     // of used_bytes, those of layers with a window
     size_t recurrent_bytes() const;  // those of recurrent layers

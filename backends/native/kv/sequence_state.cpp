@@ -31,6 +31,12 @@ SequenceState::SequenceState(const SequenceSizes& sizes)
 
 SequenceState::~SequenceState() { pool_->release(std::move(states_)); }
 
+int SequenceState::most_rows_of_tree() const {
+    int most = RecurrentState::kMostRows;
+    for (const RecurrentState* state : recurrences_) most = std::min(most, state->most_rows());
+    return most;
+}
+
 bool SequenceState::can_begin(const int32_t* parents, int n_pending, int n) const {
     return std::all_of(recurrences_.begin(), recurrences_.end(),
                        [&](const RecurrentState* state) { return state->can_begin(parents, n_pending, n); });

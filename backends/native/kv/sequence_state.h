@@ -39,7 +39,8 @@ public:
     // Whether the slots n_past..n_slots-1 can be pending: n_batch of them always, more where no window moves for them.
     bool has_room(int n_slots) const { return n_slots - n_past_ <= sizes().n_batch || n_slots <= pool_->n_unmoved_; }
     // Whether recurrent layers can run n rows after n_pending pending ones: all of a long chain that is pending, or none, a
-    // tree of RecurrentState::kMostRows at most. parents: (n_pending + n,), see begin.
+    // tree of most_rows_of_tree at most. parents: (n_pending + n,), see begin.
+    int most_rows_of_tree() const;
     bool can_begin(const int32_t* parents, int n_pending, int n) const;
     // Whether the first n pending rows can be committed: of a long chain in recurrent layers none, or no fewer than it has.
     bool can_commit(int n) const;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,14 @@ def test_long_texts_keep_checkpoints_at_growing_distances(dense: Opener, rng: np
     reached = sorted({session.reuse_prefix([*text[:n], 0]) for n in (440, 380, 300, 200, 100)})
     assert reached[-1] == 448 - BACK and len(reached) > 2
     assert all(n % 64 == BACK or n == 0 for n in reached)
+
+
+def test_the_time_of_the_recurrence_is_a_part_of_a_pass(dense: Opener, rng: np.random.Generator) -> None:
+    model = dense.model()
+    session = model.session()
+    began = time.perf_counter()
+    session.forward(some_tokens(rng, 8))
+    assert 0.0 < model.decoder().recurrence_seconds < time.perf_counter() - began
 
 
 def test_what_is_held_is_within_the_plan(opener: Opener, rng: np.random.Generator) -> None:

@@ -23,7 +23,7 @@ from edgeinfer.backends.base import PooledModel, Rows, run_sequence
 from edgeinfer.backends.checks import common_length
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, _core, load_head, plan_head
 from edgeinfer.backends.native.sequence_pool import SharedPool
-from edgeinfer.common.errors import CacheFull, EdgeInferError, Interrupted, InvalidArgument
+from edgeinfer.common.errors import CacheFull, EdgeInferError, Interrupted, InvalidArgument, ShapeError
 from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.common.types import Device
@@ -89,10 +89,10 @@ def after(model: NativeModel, text: Sequence[int], last: Sequence[int]) -> np.nd
     return logits
 
 
-def with_few_checkpoints(model: NativeModel) -> None:
-    """As models have them whose states are large: one for each text that runs, two at least."""
+def with_large_states(model: NativeModel) -> None:
+    """As if they were: one checkpoint for each text that runs, two at least, and rows for trees of 16 tokens."""
     sizes = (model.n_ctx, model.n_sequences, model._n_positions)
-    core = _core.SequencePool(model._config, _core.KvType.f16, *sizes, checkpoint_bytes=0)
+    core = _core.SequencePool(model._config, _core.KvType.f16, *sizes, checkpoint_bytes=0, row_bytes=0)
     model._pool = SharedPool(core, model.n_sequences)
 
 
@@ -280,7 +280,7 @@ def test_whatever_is_done_each_text_has_its_bits(
 
 
 @pytest.mark.parametrize(
-    "kind, parallel, n_sessions, is_full, has_checkpoints",
+    "kind, parallel, n_sessions, is_full, has_all",
     [
         ("qwen35", 1, 6, True, True),
         ("qwen35", 4, 8, True, True),
@@ -293,13 +293,13 @@ def test_whatever_is_done_each_text_has_its_bits(
     ],
 )
 def test_whatever_is_done_each_text_of_a_hybrid_has_its_bits(
-    kind: str, parallel: int, n_sessions: int, is_full: bool, has_checkpoints: bool, tmp_path: Path
+    kind: str, parallel: int, n_sessions: int, is_full: bool, has_all: bool, tmp_path: Path
 ) -> None:
-    """With many checkpoints, or one of each text that runs, which others may take."""
+    """With many checkpoints, or one of each text that runs, which others may take, and rows for small trees."""
     path = write_hybrid(tmp_path, kind)
     model, lone = load(path, 640, 64, parallel=parallel), load(path, 640, 640)
-    if not has_checkpoints:
-        with_few_checkpoints(model)
+    if not has_all:
+        with_large_states(model)
     walks = [HybridWalk(model, lone, np.random.default_rng(seed), n_sessions=n_sessions) for seed in range(4)]
     for walk in walks:
         for _ in range(200):
@@ -866,7 +866,7 @@ def test_logits_that_nobody_has_leave_their_memory_to_the_next_pass(llama: Path)
 def test_a_text_that_needs_a_state_takes_checkpoints_of_others(tmp_path: Path, rng: np.random.Generator) -> None:
     """Four texts and four checkpoints. The first has all of these as long as nobody else needs a state."""
     model = load(write_hybrid(tmp_path, "states"), 1024, 64, parallel=4)
-    with_few_checkpoints(model)
+    with_large_states(model)
     texts = [some(rng, 640) for _ in range(4)]
     sessions = [model.session() for _ in range(4)]
     for at in range(0, 640, 64):
@@ -882,3 +882,28 @@ def test_a_text_that_needs_a_state_takes_checkpoints_of_others(tmp_path: Path, r
     outputs = model.forward([Rows(session, each, logits="all") for session, each in zip(sessions, last, strict=True)])
     for text, each, output in zip(texts, last, outputs, strict=True):
         assert same_bits(output.logits, after(model, text, each))
+
+
+def test_trees_of_large_states_have_16_tokens_and_longer_chains_any_number(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    model = load(write_hybrid(tmp_path, "qwen35"), 512, 64)
+    with_large_states(model)
+    session, text = model.session(), some(rng, 40)
+    run_sequence(session, text)
+    with pytest.raises(ShapeError, match="recurrent layers, so a tree must fit into 16 tokens"):
+        session.forward(some(rng, 17), [-1] * 17)
+    nodes, parents = some(rng, 16), [-1, *(int(rng.integers(-1, i)) for i in range(1, 16))]
+    found = session.forward(nodes, parents, logits="all").logits.copy()
+    for node in range(16):
+        branch = branch_to(node, parents)
+        assert same_bits(found[branch], after(model, text, [nodes[row] for row in branch]))
+    branch = branch_to(15, parents)
+    session.commit(branch)
+    text += [nodes[row] for row in branch]
+    for n in (16, 17, 20, 32, 33):
+        chain = some(rng, n)
+        assert same_bits(session.forward(chain, logits="all").logits, after(model, text, chain))
+        session.commit(range(n - 3))  # a part of a chain, of which there are rows or none
+        text += chain[: n - 3]
+    assert same_bits(session.forward([7]).logits, after(model, text, [7]))
