@@ -284,9 +284,8 @@ class Engine(OfOneProcess):
         tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.  schema,
         regex, grammar, choices, json: what it may be, one of them; see edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
-        for ids that the model lacks; of a constraint BackendUnavailable without llguidance, BudgetExceeded where a
-        budget leaves no room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too
-        many texts wait.
+        for ids that the model lacks, BackendUnavailable for a constraint without llguidance, BudgetExceeded without
+        room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
         """
         self._check_open()
         check_callback("progress", progress)
