@@ -173,10 +173,15 @@ def constraint_of(format: object) -> ConstraintOptions:
     kind = format.get("type") if isinstance(format, dict) else None
     if kind == "text":
         return {}
-    if kind == "json_object":
+    if kind == "json_object" and isinstance(format, dict) and "schema" not in format:
         return {"json": True}
-    described = format.get("json_schema") if kind == "json_schema" and isinstance(format, dict) else None
-    if isinstance(described, dict) and isinstance(described.get("schema"), dict):
+    # llama.cpp's servers have the schema of a json_object beside its type
+    described = format if kind == "json_object" else format.get("json_schema") if isinstance(format, dict) else None
+    if (
+        kind in ("json_object", "json_schema")
+        and isinstance(described, dict)
+        and isinstance(described.get("schema"), dict)
+    ):
         return {"schema": cast(Schema, described["schema"])}
     raise InvalidArgument(
         f"response_format must be text, json_object, or json_schema with a schema: found {shown(format)}"

@@ -104,18 +104,24 @@ def _models(
     flags: dict[str, Any], aliases: tuple[str, ...], others: tuple[Path, ...], any_model: bool, opened: ExitStack
 ) -> tuple[Models, int]:
     """The models of the server, and the number of texts that run at once."""
+    from edgeinfer.common.settings import DEFAULT_PARALLEL
+    from edgeinfer.memory.process import THREAD_BYTES, expect_threads
+    from edgeinfer.server.limits import Limits
     from edgeinfer.server.served import Models
+    from edgeinfer.server.server import n_threads
 
+    n_beside = n_threads(flags["parallel"] or DEFAULT_PARALLEL, Limits())
     if not others:
+        expect_threads(n_beside)
         engine = opened.enter_context(open_engine(flags))
         return Models(_served(engine, flags, aliases), any_model), engine.scheduler.n_parallel
-    from edgeinfer.common.settings import DEFAULT_PARALLEL
     from edgeinfer.memory.limit import limit_of, parse_budget
     from edgeinfer.memory.process import resident_bytes
     from edgeinfer.server.several import SeveralModels
 
     files = _files(others)
     budget = limit_of(parse_budget(flags["budget"]), resident_bytes(), flags["n_threads"] or 1).n_bytes
+    budget -= n_beside * THREAD_BYTES
     is_given = flags["model"] is not None or flags["hf_repo"] is not None
     first = _served(opened.enter_context(open_engine(flags)), flags, aliases) if is_given else None
     loader = opened.enter_context(ThreadPoolExecutor(1, "edgeinfer-load"))

@@ -12,14 +12,13 @@ from edgeinfer.backends.base import HasProcesses, MeasurableBackend
 from edgeinfer.common.files import cache_folder
 from edgeinfer.loading.backend_choice import PlannedModel, Target
 from edgeinfer.memory.budget import Item, Ledger, ledger
-from edgeinfer.memory.process import Process, measure_process
+from edgeinfer.memory.process import THREAD_BYTES, Process, expected_threads, measure_process
 from edgeinfer.models.tokenizer import Tokenizer
 from edgeinfer.sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
     from edgeinfer.speculation.plan import DraftChoice, DraftPlan
 
-_STACK_BYTES = 64 << 10  # of a thread that computes: what it touches of its stack, and its own store of the allocator
 _FLOAT = 4
 # Of a request: the words of its text, pieces of the answer, code that runs for the first time; and each token as a
 # number that several lists have.
@@ -100,7 +99,7 @@ def _items(planned: PlannedModel, drafters: DraftPlan | None, process: Process) 
     yield Item("experts", use.experts - use.mapped_experts)
     yield Item("experts", use.mapped_experts, is_mapped=True, detail="mapped")
     yield Item("expert device", use.expert_device)
-    yield Item("threads", (planned.device.n_threads - 1) * _STACK_BYTES)
+    yield Item("threads", (planned.device.n_threads - 1 + expected_threads()) * THREAD_BYTES)
     yield Item("sampling", sampling_bytes(planned, drafters))
 
 

@@ -7,6 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+THREAD_BYTES = 64 << 10  # of a thread: what it touches of its stack, and its own store of the allocator
+
+_n_expected = 0
+
+
+def expect_threads(n: int) -> None:
+    """Let later plans count threads that the program starts beside those that compute, such as a server's."""
+    global _n_expected
+    _n_expected = n
+
+
+def expected_threads() -> int:
+    """Threads that the program starts beside those that compute."""
+    return _n_expected
+
 
 @dataclass(frozen=True)
 class Process:

@@ -24,6 +24,11 @@ from edgeinfer.server.served import Models
 _MOST_RETRY = 60  # seconds
 
 
+def n_threads(n_parallel: int, limits: Limits) -> int:
+    """Threads of a server: one for each text that runs or waits, some that prepare others, and one that ends texts."""
+    return n_parallel + limits.queue + 8 + 1
+
+
 class Server:
     """State of a server, of its event loop.
 
@@ -49,8 +54,7 @@ class Server:
         self._seconds = Summary()  # that texts took
         self._runs: set[Run] = set()
         self._of_key: dict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(limits.of_key))
-        # A thread for each text that runs or waits, and some that prepare others.
-        self._pool = ThreadPoolExecutor(self.most_texts + 8, "edgeinfer-text")
+        self._pool = ThreadPoolExecutor(n_threads(n_parallel, limits) - 1, "edgeinfer-text")
         self._canceller = ThreadPoolExecutor(1, "edgeinfer-end")
 
     @property

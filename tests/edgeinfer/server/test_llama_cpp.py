@@ -52,6 +52,7 @@ def test_stop_words_probabilities_and_ends(server, engine):
     ]
     first = expected[0].token
     biased = server.ask("/completion", prompt="hello", **OPTIONS, logit_bias=[[first, False]])
+    assert biased["generation_settings"]["logit_bias"] == [{"token": first, "bias": None}]
     assert biased["tokens"][0] != first
 
 

@@ -258,6 +258,19 @@ def test_a_completion_that_cannot_be_had_is_refused(server, change):
     assert server.post(TEXT, {"model": "tiny", "prompt": "hello", "max_tokens": 2} | change).status == 400
 
 
+@pytest.mark.parametrize(
+    "given", [{"response_format": {"type": "json_object", "schema": {"const": "42"}}}, {"json_schema": {"const": "42"}}]
+)
+def test_a_schema_as_llama_cpp_has_it_holds(ending, given):
+    said = ending.ask(CHAT, **(HELLO | given | {"max_tokens": 40}))
+    assert json.loads(said["choices"][0]["message"]["content"]) == "42"
+
+
+@pytest.mark.parametrize("schema", [123, {"type": 123}, {"type": "hiccup"}])
+def test_a_schema_beside_json_object_is_never_ignored(ending, schema):
+    assert ending.post(CHAT, HELLO | {"response_format": {"type": "json_object", "schema": schema}}).status == 400
+
+
 ROUTERS = {  # as vllm-router 0.1.17 and sglang-router write each request anew
     "logprobs": False,
     "no_stop_trim": False,

@@ -55,6 +55,15 @@ def request(port, method, path, body=None, **headers):
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 
+def test_the_plan_counts_its_threads(start):
+    port = port_of(start("--port", "0", "-t", "1", "-np", "3"))
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    found = re.search(r'memory_planned_bytes\{model="[^"]*",purpose="threads"\} (\d+)', text)
+    assert found and int(found[1]) == (3 + 64 + 9) * (64 << 10)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_answers_and_ends_on_a_signal(start, number):
     process = start("--port", "0", "-a", "my-model", "-a", "other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -166,7 +167,9 @@ def _probability(engine: Engine, token: TokenLogprob) -> dict[str, Any]:
 def _settings(completion: Completion) -> dict[str, Any]:
     """The sampling parameters, with the seed that was drawn."""
     found = asdict(completion.params)
-    found["logit_bias"] = [[id, max(bias, -1e9)] for id, bias in completion.params.biases]
+    found["logit_bias"] = [
+        {"token": id, "bias": bias if math.isfinite(bias) else None} for id, bias in completion.params.biases
+    ]
     return found | {"dry_sequence_breakers": list(completion.params.dry_sequence_breakers)}
 
 

@@ -30,7 +30,7 @@ _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change 
     **dict.fromkeys(("no_stop_trim", "ignore_eos", "continue_final_message", "return_hidden_states"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
 }
-_SAME = {"repeat_last_n": "penalty_last_n"}
+_SAME = {"repeat_last_n": "penalty_last_n", "json_schema": "schema"}
 _OPTIONS = frozenset((*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__))
 
 Read = Callable[[str, Any], None]
