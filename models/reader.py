@@ -374,7 +374,7 @@ class Reader(KeyReader):
         rope = self.rope(head_dim, self.rope_base())
 
         def make(index: int) -> tuple[Mixer, dict[str, TensorRef]]:
-            n_heads = heads[index]
+            n_heads = heads[index if len(heads) > 1 else 0]
             refs = self._refs(index, n_heads * head_dim, n_kv_heads * head_dim)
             recurrence = self.architecture.recurrence(self, index) if index < self._n_layers() else None
             return recurrence or Attention(
@@ -392,11 +392,11 @@ class Reader(KeyReader):
         return make
 
     def _n_heads(self) -> list[int]:
-        """Heads of queries in each layer, and in each block behind them; only some architectures let them differ."""
+        """Heads of queries in each layer, and in each block behind them; one number where they cannot differ."""
         key = "attention.head_count"
         if key in self.architecture.reads:
             return self.of_layers(key, 1, 1 << 14)
-        return [self.integer(key, 1, 1 << 14)] * self.integer("block_count", 1, 4096)
+        return [self.integer(key, 1, 1 << 14)]
 
     def _n_kv_heads(self, n_heads: int) -> int:
         """Heads of keys in the layers that have Attention; a file may give the others none."""

@@ -49,8 +49,13 @@ def _latent_attention(reader: Reader, layer: int) -> Mixer:
     )
     if f"{prefix}q_a.weight" not in reader.file.tensors:
         return replace(block, q=f"{prefix}q.weight")
-    names = {role: f"{prefix}{name}.weight" for role, name in (("q_a", "q_a"), ("q_norm", "q_a_norm"), ("q_b", "q_b"))}
-    return replace(block, n_q_latent=reader.integer("attention.q_lora_rank", 1, 1 << 14), **names)
+    return replace(
+        block,
+        n_q_latent=reader.integer("attention.q_lora_rank", 1, 1 << 14),
+        q_a=f"{prefix}q_a.weight",
+        q_norm=f"{prefix}q_a_norm.weight",
+        q_b=f"{prefix}q_b.weight",
+    )
 
 
 def _check_heads(reader: Reader, name: str, shape: tuple[int, int, int]) -> None:

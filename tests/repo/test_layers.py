@@ -34,7 +34,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         [
             {"backends.reference", "backends.reference_math", "backends.reference_attention"}
             | {"backends.reference_experts", "backends.reference_k6v4", "backends.reference_weights"}
-            | {"backends.reference_recurrences"},
+            | {"backends.reference_recurrences", "backends.reference_latent"},
             {"backends.native"},
             {"backends.llama_cpp"},
             {"backends.opencl"},
