@@ -148,7 +148,7 @@ def test_rope_freqs_divide_the_frequencies(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama: ModelFile) -> None:
-    known = sorted({*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES})
+    known = sorted({*ARCHITECTURES, *EXPERT_ARCHITECTURES, *HYBRID_ARCHITECTURES, "gemma4"})
     assert supported_architectures() == known
     for name in ["mamba", "spec", "reader", "rope", "", None, 7]:
         message = refusal(changed(tiny_llama, {"general.architecture": name}))
