@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converter_hashes import APART, described
+from converter_hashes import APART, COMPARED, described
 from numpy.testing import assert_allclose
-from tiny_checkpoints import CASES, stored_pieces, write
+from tiny_checkpoints import stored_pieces, write
 
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
 from edgeinfer.models import supported_architectures
@@ -28,8 +28,6 @@ LEFT_OUT = {
         **dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_feed_forward_length"), "no experts"),
     }
 }
-# The converter takes a dense Nemotron for one with experts, and writes a file without networks.
-COMPARED = [case for case in CASES if case != "nemotron_h"]
 # Theirs is a constant, whatever config.json says, or of no use: experts of a model without any, the rotated numbers of
 # one without positions.
 OTHERS = {
