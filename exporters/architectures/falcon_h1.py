@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
+from numpy.typing import NDArray
 
 from edgeinfer.exporters.architectures.granitehybrid import MAMBA, mamba_tensor
 from edgeinfer.exporters.conversion import rows
@@ -12,12 +11,13 @@ from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import ATTENTION, BIASES, Keys, Recipe
 from edgeinfer.exporters.source import SourceTensor
 
-# The factors of a tensor, by its name after "blk.<index>." or its whole one.
+# The factors of a tensor, by its name after "blk.<index>." or its whole one, in llama.cpp's order: each product is
+# rounded.
 _FACTORS = {
     "token_embd.weight": ("embedding_multiplier",),
     "output.weight": ("lm_head_multiplier",),
     "attn_q.weight": ("attention_in_multiplier",),
-    "attn_k.weight": ("attention_in_multiplier", "key_multiplier"),
+    "attn_k.weight": ("key_multiplier", "attention_in_multiplier"),
     "attn_v.weight": ("attention_in_multiplier",),
     "attn_output.weight": ("attention_out_multiplier",),
     "ssm_out.weight": ("ssm_out_multiplier",),
@@ -31,26 +31,25 @@ def _changed(model: Model, tensor: SourceTensor) -> SourceTensor:
     kind = name.split(".", 2)[-1] if name.startswith("blk.") else name
     tensor = mamba_tensor(config.integer("mamba_n_groups"), tensor)
     if kind == "ssm_in.weight":
-        return rows.scaled(tensor, _input_factors(model))
+        return rows.scaled(_times(tensor, config.number("ssm_in_multiplier", 1.0)), _input_factors(model))
     if kind in _LISTS:
         key, place = _LISTS[kind]
-        factor = config.numbers(key, 2)[place]
-    else:
-        factor = float(np.prod([config.number(key, 1.0) for key in _FACTORS.get(kind, ())]))
-    return tensor if factor == 1.0 else rows.mapped(tensor, _times(factor))
+        return _times(tensor, config.numbers(key, 2)[place])
+    for key in _FACTORS.get(kind, ()):
+        tensor = _times(tensor, config.number(key, 1.0))
+    return tensor
 
 
-def _times(factor: float) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda weights: weights * np.float32(factor)
+def _times(tensor: SourceTensor, factor: float) -> SourceTensor:
+    return tensor if factor == 1.0 else rows.mapped(tensor, lambda weights: weights * np.float32(factor))
 
 
-def _input_factors(model: Model) -> np.ndarray:
-    """Of each row of the first product of Mamba2: of z, v, B, C and the steps, all times that of what goes in."""
+def _input_factors(model: Model) -> NDArray[np.float32]:
+    """Of each row of the first product of Mamba2: of z, v, B, C and the steps."""
     config = model.config
     n_inner, n_k = config.integer("mamba_d_ssm"), config.integer("mamba_n_groups") * config.integer("mamba_d_state")
     sizes = (n_inner, n_inner, n_k, n_k, config.integer("mamba_n_heads"))
-    factors = config.numbers("ssm_multipliers", 5)
-    return np.repeat(np.array(factors) * config.number("ssm_in_multiplier", 1.0), sizes).astype(np.float32)
+    return np.repeat(np.array(config.numbers("ssm_multipliers", 5), np.float32), sizes)
 
 
 def _keys(model: Model) -> Keys:

@@ -136,6 +136,7 @@ NEMOTRON = Recipe(
     dense={},
     optional={f"mixer.{theirs}": ours for theirs, ours in _MIXERS.items()},
     special=_experts,
+    interleaved=True,  # which without positions changes nothing; llama.cpp's converter does it
     changed=_changed,
     check=_check,
     keys=_keys,

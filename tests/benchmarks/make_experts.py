@@ -100,6 +100,12 @@ def _q8_0(rng: np.random.Generator, n: int, std: float) -> np.ndarray:
     return blocks
 
 
+def _q5_0(rng: np.random.Generator, n: int, std: float) -> np.ndarray:
+    blocks = rng.integers(0, 256, (n, 22), dtype=np.uint8)
+    blocks[:, :2] = _halves(std / 9.23, n)
+    return blocks
+
+
 def _mxfp4(rng: np.random.Generator, n: int, std: float) -> np.ndarray:
     blocks = rng.integers(0, 256, (n, 17), dtype=np.uint8)
     blocks[:, 0] = 128 + round(math.log2(std / 5.85))
@@ -110,6 +116,7 @@ BLOCKS: dict[str, Callable[[np.random.Generator, int, float], np.ndarray]] = {
     "q4_k": _q4_k,
     "q6_k": _q6_k,
     "q8_0": _q8_0,
+    "q5_0": _q5_0,
     "mxfp4": _mxfp4,
 }
 

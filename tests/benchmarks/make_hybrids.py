@@ -5,13 +5,14 @@ ones, or of fewer layers.
     python tests/benchmarks/make_hybrids.py OUT.gguf --like qwen3.6-35b-a3b --layers 8
 
 --like names the sizes: `qwen3.5-0.8b` and `qwen3.5-4b` are dense with gated delta nets, `qwen3.6-35b-a3b` has experts,
-`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `glm-4.7-flash` has latent
-attention and experts (latent_shapes.py), and takes 17 GB. `gemma4-e2b`, `gemma4-e4b` and `gemma4-26b-a4b` are in
-gemma4_shapes.py; their matrices with short rows are in Q8_0. The sizes are those of the
+`lfm2-8b-a1b` short convolutions and experts; their weights take 0.3, 2.2, 19 and 4.8 GB. `granite-4-h-tiny` and
+`nemotron-3-nano` have Mamba2 and experts, the latter without gates and in blocks of one branch; 4 and 20 GB.
+`glm-4.7-flash` has latent attention and experts (latent_shapes.py), and takes 17 GB. `gemma4-e2b`, `gemma4-e4b` and
+`gemma4-26b-a4b` are in gemma4_shapes.py; their matrices with short rows are in Q8_0. The sizes are those of the
 released configurations, the vocabulary that of --vocabulary, by default of the default model, and smaller than theirs.
-Weights are random, of mean zero, in Q4_K and, in the output matrix, Q6_K; the same flags give the same bytes. So the
-figures of passes are those of the shapes, but the texts say nothing. It writes tensor by tensor. One JSON line on
-stdout at the end.
+Weights are random, of mean zero, in Q4_K and, in the output matrix, Q6_K, or where rows are no multiple of 256 in Q5_0
+and Q8_0; the same flags give the same bytes. So the figures of passes are those of the shapes, but the texts say
+nothing. It writes tensor by tensor. One JSON line on stdout at the end.
 """
 
 from __future__ import annotations
@@ -60,20 +61,36 @@ class HybridShape:
     n_ff_expert: int = 0
     n_ff_shared: int = 0
     n_dense: int = 0  # layers with a dense network before those with experts
+    pattern: str = ""  # of Nemotron: M, E and * for each block; of Granite M and *
+    n_per_head: int = 64  # numbers of v of a head of Mamba2
 
     @property
     def is_lfm2(self) -> bool:
         return self.arch.startswith("lfm2")
 
     @property
+    def is_mamba(self) -> bool:
+        return bool(self.pattern)
+
+    @property
+    def is_nemotron(self) -> bool:
+        return self.arch.startswith("nemotron")
+
+    def kind(self, layer: int) -> str:
+        """Of a block of a model with Mamba2."""
+        return self.pattern[layer % len(self.pattern)]
+
+    @property
     def n_v(self) -> int:
-        return self.n_value_heads * self.n_state
+        return self.n_value_heads * (self.n_per_head if self.is_mamba else self.n_state)
 
     @property
     def n_channels(self) -> int:
         return 2 * self.n_key_heads * self.n_state + self.n_v
 
     def has_attention(self, layer: int) -> bool:
+        if self.is_mamba:
+            return self.kind(layer) == "*"
         return layer % self.period == self.attention_at
 
     def has_experts(self, layer: int) -> bool:
@@ -102,6 +119,26 @@ SHAPES: dict[str, HybridShape | Gemma4Shape] = {
         n_ff_expert=1792,
         n_dense=2,
     ),
+    "granite-4-h-tiny": HybridShape(
+        *("granitehybrid", 40, 1536, 512, 12, 4, 128),
+        n_key_heads=1,
+        n_value_heads=48,
+        experts=64,
+        top_k=6,
+        n_ff_expert=512,
+        n_ff_shared=1024,
+        pattern="MMMMM*MMMMMMMMM*MMMMMMMMM*MMMMMMMMM*MMMM",
+    ),
+    "nemotron-3-nano": HybridShape(
+        *("nemotron_h_moe", 52, 2688, 1856, 32, 2, 128),
+        n_key_heads=8,
+        n_value_heads=64,
+        experts=128,
+        top_k=6,
+        n_ff_expert=1856,
+        n_ff_shared=3712,
+        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
 }
 ALL_SHAPES: dict[str, HybridShape | Gemma4Shape | LatentShape] = {**SHAPES, **LATENT_SHAPES}
 
@@ -119,14 +156,21 @@ class Decay(Tensor):
 
 def mixer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
     d, n = shape.n_embd, shape.n_value_heads
-    if shape.has_attention(layer):
+    if shape.is_mamba and shape.kind(layer) != "*":
+        if shape.kind(layer) == "M":
+            yield matrix("ssm_in", shape.n_v + shape.n_channels + n, d)
+            yield Tensor("ssm_conv1d", (shape.n_channels, shape.n_conv), "f32", 0.5)
+            n_groups = shape.n_key_heads
+            yield Tensor("ssm_norm", (n_groups, shape.n_v // n_groups) if n_groups > 1 else (shape.n_v,), "ones")
+            yield matrix("ssm_out", d, shape.n_v, 0.3)
+    elif shape.has_attention(layer):
         n_q, n_kv = shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim
-        yield matrix("attn_q", n_q if shape.is_lfm2 else 2 * n_q, d)
+        yield matrix("attn_q", n_q if shape.is_lfm2 or shape.is_mamba else 2 * n_q, d)
         yield matrix("attn_k", n_kv, d)
         yield matrix("attn_v", n_kv, d)
         yield matrix("attn_output", d, n_q, 0.3)
-        yield Tensor("attn_q_norm", (shape.head_dim,), "ones")
-        yield Tensor("attn_k_norm", (shape.head_dim,), "ones")
+        for name in () if shape.is_mamba else ("attn_q_norm", "attn_k_norm"):
+            yield Tensor(name, (shape.head_dim,), "ones")
     elif shape.is_lfm2:
         yield matrix("shortconv.in_proj", 3 * d, d)
         yield Tensor("shortconv.conv", (d, shape.n_conv), "f32", 0.5)
@@ -143,20 +187,30 @@ def mixer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
 
 def network_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
     d, n = shape.n_embd, shape.experts
+    if shape.is_nemotron and shape.kind(layer) != "E":
+        return
     if not shape.has_experts(layer):
         return (yield from network("", d, shape.n_ff))
     yield Tensor("ffn_gate_inp", (n, d), "f32", 1.5 * d**-0.5)
-    for role, shape_of in (("gate", (n, shape.n_ff_expert, d)), ("up", (n, shape.n_ff_expert, d))):
-        yield Tensor(f"ffn_{role}_exps", shape_of, "q4_k", d**-0.5)
-    yield Tensor("ffn_down_exps", (n, d, shape.n_ff_expert), "q4_k", 1.5 * shape.n_ff_expert**-0.5)
+    for role in ("up",) if shape.is_nemotron else ("gate", "up"):
+        yield Tensor(f"ffn_{role}_exps", (n, shape.n_ff_expert, d), format_of(d), d**-0.5)
+    width = shape.n_ff_expert
+    yield Tensor("ffn_down_exps", (n, d, width), format_of(width), 1.5 * width**-0.5)
     if shape.n_ff_shared:
-        yield from network("_shexp", d, shape.n_ff_shared)
+        shared = network("_shexp", d, shape.n_ff_shared)
+        yield from (each for each in shared if not (shape.is_nemotron and "gate" in each.name))
+    if shape.n_ff_shared and not shape.is_mamba:
         yield Tensor("ffn_gate_inp_shexp", (d,), "f32", d**-0.5)
 
 
 def matrix(name: str, n_out: int, n_in: int, size: float = 1.0) -> Tensor:
     """size: what it makes of numbers of size 1."""
-    return Tensor(name, (n_out, n_in), "q4_k", size * n_in**-0.5)
+    return Tensor(name, (n_out, n_in), format_of(n_in), size * n_in**-0.5)
+
+
+def format_of(n_in: int) -> str:
+    """As llama-quantize has it where a row is no multiple of 256."""
+    return "q5_0" if n_in % 256 else "q4_k"
 
 
 def network(ending: str, d: int, ff: int) -> Iterator[Tensor]:
@@ -168,13 +222,28 @@ def network(ending: str, d: int, ff: int) -> Iterator[Tensor]:
 def layer_tensors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
     """Of one layer."""
     block, d = f"blk.{layer}.", shape.n_embd
-    second_norm = "ffn_norm" if shape.is_lfm2 else "post_attention_norm"
-    named = [Tensor("attn_norm", (d,), "ones"), *mixer_tensors(shape, layer), Tensor(second_norm, (d,), "ones")]
+    second_norm = "ffn_norm" if shape.is_lfm2 or shape.is_mamba else "post_attention_norm"
+    named = [Tensor("attn_norm", (d,), "ones"), *mixer_tensors(shape, layer)]
+    named += [] if shape.is_nemotron else [Tensor(second_norm, (d,), "ones")]
     yield from (replace(each, name=f"{block}{each.name}.weight") for each in (*named, *network_tensors(shape, layer)))
-    if not shape.is_lfm2 and not shape.has_attention(layer):
+    if shape.is_mamba:
+        yield from mamba_vectors(shape, layer)
+    elif not shape.is_lfm2 and not shape.has_attention(layer):
         yield Decay(f"{block}ssm_a", (shape.n_value_heads,), "f32")
         yield Tensor(f"{block}ssm_dt.bias", (shape.n_value_heads,), "f32")
     if shape.is_lfm2 and shape.has_experts(layer):
+        yield Tensor(f"{block}exp_probs_b.bias", (shape.experts,), "f32", 0.1)
+
+
+def mamba_vectors(shape: HybridShape, layer: int) -> Iterator[Tensor]:
+    """Of a block of a model with Mamba2, by whole name."""
+    block, n = f"blk.{layer}.", shape.n_value_heads
+    if shape.kind(layer) == "M":
+        yield Decay(f"{block}ssm_a", (n, 1), "f32")
+        yield Tensor(f"{block}ssm_d", (n, 1), "f32")
+        yield Tensor(f"{block}ssm_dt.bias", (n,), "f32")
+        yield Tensor(f"{block}ssm_conv1d.bias", (shape.n_channels,), "f32", 0.2)
+    if shape.kind(layer) == "E":
         yield Tensor(f"{block}exp_probs_b.bias", (shape.experts,), "f32", 0.1)
 
 
@@ -186,7 +255,7 @@ def model_tensors(shape: HybridShape | Gemma4Shape | LatentShape, n_vocab: int) 
         return latent_tensors(shape, n_vocab)
     norm = "token_embd_norm" if shape.is_lfm2 else "output_norm"
     return [
-        Tensor("token_embd.weight", (n_vocab, shape.n_embd), "q6_k", 1.0),
+        Tensor("token_embd.weight", (n_vocab, shape.n_embd), "q8_0" if shape.n_embd % 256 else "q6_k", 1.0),
         *(tensor for layer in range(shape.layers) for tensor in layer_tensors(shape, layer)),
         Tensor(f"{norm}.weight", (shape.n_embd,), "ones"),
     ]
@@ -207,13 +276,15 @@ def keys_of(shape: HybridShape | LatentShape) -> Iterator[tuple[str, int | float
         ("attention.layer_norm_rms_epsilon", 1e-5 if shape.is_lfm2 else 1e-6),
         ("rope.freq_base", 1e6 if shape.is_lfm2 else 1e7),
     ]
-    if shape.n_ff:
+    if shape.is_mamba:
+        yield from mamba_keys(shape)
+    elif shape.n_ff:
         yield "feed_forward_length", shape.n_ff
     if shape.is_lfm2:
         yield "attention.head_count_kv", [shape.n_kv_heads * shape.has_attention(i) for i in range(shape.layers)]
         yield "shortconv.l_cache", shape.n_conv
         yield "vocab_size", 0
-    else:
+    elif not shape.is_mamba:
         quarter = shape.head_dim // 4
         yield from [
             ("attention.head_count_kv", shape.n_kv_heads),
@@ -239,6 +310,31 @@ def keys_of(shape: HybridShape | LatentShape) -> Iterator[tuple[str, int | float
         if shape.is_lfm2:
             yield "leading_dense_block_count", shape.n_dense
             yield "expert_gating_func", 2
+
+
+def mamba_keys(shape: HybridShape) -> Iterator[tuple[str, int | float | list[int]]]:
+    """Those of a model with Mamba2."""
+    blocks = range(shape.layers)
+    yield from [
+        ("attention.head_count_kv", [shape.n_kv_heads * shape.has_attention(i) for i in blocks]),
+        ("attention.key_length", shape.head_dim),
+        ("attention.value_length", shape.head_dim),
+        ("ssm.conv_kernel", shape.n_conv),
+        ("ssm.state_size", shape.n_state),
+        ("ssm.group_count", shape.n_key_heads),
+        ("ssm.time_step_rank", shape.n_value_heads),
+        ("ssm.inner_size", shape.n_v),
+    ]
+    if shape.is_nemotron:
+        yield "feed_forward_length", [shape.n_ff_expert * (shape.kind(i) == "E") for i in blocks]
+        yield "attention.layer_norm_epsilon", 1e-5
+        yield "expert_weights_scale", 2.5
+        yield "expert_weights_norm", True
+    else:
+        yield "feed_forward_length", shape.n_ff
+        yield "rope.scaling.finetuned", False
+        yield from [("embedding_scale", 12.0), ("residual_scale", 0.22), ("logit_scale", 6.0)]
+        yield "attention.scale", 1 / shape.head_dim
 
 
 def write_model(path: Path, shape: HybridShape | Gemma4Shape | LatentShape, vocabulary: Path) -> int:

@@ -439,7 +439,7 @@ def granite_hybrid(config: dict[str, Any]) -> Shapes:
     others = {name: shape for name, shape in of_layer.items() if "self_attn" not in name}
     sizes = (config[f"mamba_{key}"] for key in ("n_heads", "d_head", "n_groups", "d_state"))
     recurrence = mamba("mamba", *sizes)
-    return model(config, lambda n: (attention(config) if config["layer_types"][n] == FULL else recurrence) | others)
+    return model(config, lambda n: (recurrence if config["layer_types"][n] == "mamba" else attention(config)) | others)
 
 
 def falcon_h1(config: dict[str, Any]) -> Shapes:
@@ -504,7 +504,7 @@ NEMOTRON = {
 }
 GRANITE_HYBRID = {
     **{**GRANITE, "shared_intermediate_size": 20, "position_embedding_type": "nope", "num_hidden_layers": 3},
-    **{"layer_types": ["linear_attention", FULL, "linear_attention"], "mamba_n_heads": 4, "mamba_d_head": 16},
+    **{"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 4, "mamba_d_head": 16},
     **{"mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_chunk_size": 16, "mamba_expand": 2},
 }
 QWEN_HYBRID = {
@@ -706,7 +706,7 @@ CASES = {
     ),
     "granitehybrid_mamba": Case(
         *("GraniteMoeHybridForCausalLM", "granitemoehybrid"),
-        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0},
+        {**GRANITE_HYBRID, "intermediate_size": 20, "num_local_experts": 0, "num_experts_per_tok": 0},
         granite_hybrid,
     ),
     "granitehybrid_experts": Case(

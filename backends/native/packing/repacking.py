@@ -101,6 +101,8 @@ class RepackableModel:
 
         first_layer: n_layers for the output matrix alone. Raises Interrupted.
         """
+        if first_layer < self.spec.n_layers and self.spec.layers[first_layer].is_beside:
+            first_layer -= 1  # what stands beside another mixer needs what that one read
         if first_layer == 0:
             return self._read(trace.tokens, trace.rows)
         logits = np.empty((len(trace.rows), self.spec.n_logits), dtype=np.float32)
@@ -119,9 +121,7 @@ class RepackableModel:
         blocks += [
             f"layers.{layer.index}" for layer in self._experts.layers if any(part.name == name for part in layer.parts)
         ]
-        first = min(self.spec.first_layer_of(block) for block in blocks)
-        is_beside = first < self.spec.n_layers and self.spec.layers[first].is_beside
-        return first - is_beside  # what stands beside another mixer needs what that one read
+        return min(self.spec.first_layer_of(block) for block in blocks)
 
     def repack(self, name: str) -> None:
         """Take a matrix, or those of experts, from the file as it is now. Vectors stay. Raises ModelFileError."""

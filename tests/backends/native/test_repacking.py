@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exactness import same_bits
+from recurrent_models import write_recurrent_model
 from tiny_experts import write_tiny_experts
 from tiny_gemma4 import write_tiny_gemma4
-from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native.packing.repacking import RepackableModel
@@ -19,8 +19,8 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 
 TOKENS, ROWS = [(5 * i * i + 3 * i) % 259 for i in range(20)], [3, 19]
 SCALES = dict[str, float]
-HYBRIDS: dict[str, HybridArchitecture] = {"qwen35": "qwen35", "lfm2moe": "lfm2moe"}
-NO_PRODUCT = re.compile("ffn_gate_inp_shexp|ssm_conv1d|shortconv.conv")  # held otherwise than matrices
+HYBRIDS = ("qwen35", "lfm2moe", "nemotron_h_moe", "falcon-h1")
+NO_PRODUCT = re.compile("ffn_gate_inp_shexp|ssm_(conv1d|a|d|norm)|shortconv.conv")  # held otherwise than matrices
 
 
 def opened(path: Path, scales: SCALES) -> ModelFile:
@@ -43,7 +43,7 @@ def loaded(file: ModelFile) -> RepackableModel:
     return RepackableModel(file, read_spec(file), 32, Device(2))
 
 
-@pytest.mark.parametrize("name", ["tied", "apart", "experts", "qwen35", "lfm2moe", "gemma4"])
+@pytest.mark.parametrize("name", ["tied", "apart", "experts", "gemma4", *HYBRIDS])
 def test_logits_are_those_of_a_model_that_was_loaded_so(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     if name == "experts":
@@ -51,7 +51,7 @@ def test_logits_are_those_of_a_model_that_was_loaded_so(name: str, tmp_path: Pat
     elif name == "gemma4":
         write_tiny_gemma4(path, "small", "F32")
     elif name in HYBRIDS:
-        write_tiny_hybrid(path, HYBRIDS[name], "F32")
+        write_recurrent_model(path, name, "F32")
     else:
         write_tiny_model(path, "llama", "F32", tied=name == "tied")
     scales: SCALES = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, random_tree, tokens_of, with_drafters
+from recurrent_models import write_recurrent_model
 from tiny_heads import write_tiny_head
 from tiny_hybrids import write_tiny_hybrid
 
@@ -16,14 +17,14 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
 ]
-KINDS = ["qwen35", "lfm2moe"]
+KINDS = ["qwen35", "lfm2moe", "nemotron_h_moe", "falcon-h1"]
 
 pytestmark = pytest.mark.usefixtures("native")
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "m.gguf", request.param, "Q8_0")
+    return write_recurrent_model(tmp_path_factory.mktemp("hybrid") / "m.gguf", request.param, "Q8_0")
 
 
 @pytest.fixture(scope="module")
