@@ -45,9 +45,11 @@ void Mamba2Block::run(const Pass& pass, int thread, const float*) const {
         pass.product(thread, input_, inputs, pass.n, tasks.first(task), tasks.last(task), tasks.next_data(input_, task),
                      b.u, b.ld_u);
     });
+    const auto since = std::chrono::steady_clock::now();
     mix(pass, thread);
     recur(pass, thread);
     gate(pass, thread);
+    pass.add_recurrence(thread, since);
     pass.add_projection(thread, b.u, b.ld_u, nullptr, output_, nullptr, nullptr);
 }
 
