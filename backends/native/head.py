@@ -129,7 +129,8 @@ class NativeHeadModel(NativeDecoder, JointHeadModel):
 
     @override
     def session(self, n_ctx: int | None = None) -> NativeHeadSession:
-        if n_ctx is None:
+        """See HeadModel.session. Where several are planned they share the memory of one pool."""
+        if n_ctx is None and self.n_sequences > 1:
             return NativeHeadSession(self, self.n_ctx, self._shared())
         n_ctx = check_session_size(n_ctx, self.n_ctx)
         return NativeHeadSession(self, n_ctx, self.pool(n_ctx, "f16"))

@@ -148,5 +148,5 @@ def test_each_layer_has_its_own_heads_rotation_window_and_activation(
 
 def test_both_kinds_of_block_are_known_in_all_their_fields_but_some(kind: Kind) -> None:
     for block in (Attention, Dense):
-        others = {"sinks", "output_gate", "normed_values", "kv_of"}
+        others = {"sinks", "output_gate", "gate", "gate_function", "post_norm_epsilon", "normed_values", "kv_of"}
         assert set(known_to(kind)[block]) == {field.name for field in fields(block)} - others
