@@ -145,7 +145,7 @@ class Architecture:
     renamed: Mapping[str, str] = field(default_factory=dict)  # those that have another name after "blk.<index>."
     experts: ExpertRecipe | None = None  # what is special about its experts, None without any
     skips_nextn: bool = False  # layers that predict tokens further ahead, the last of block_count, are left out
-    has_nextn: bool = False  # and they are blocks as NextnBlock has it, which was compared with another engine
+    has_nextn: bool = False  # and they are blocks as NextnBlock has it
     # whether there is an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None

@@ -105,6 +105,7 @@ ARCHITECTURE = Architecture(
         ),
     ),
     skips_nextn=True,
+    has_nextn=True,
     fixed={"rope.scaling.attn_factor": (1.0,)},
     reads=frozenset({_LOG_MULTIPLIER}),
     unsupported_keys={"attention.temperature_scale": "queries that are scaled by position are not supported here"},

@@ -52,10 +52,7 @@ def latent_of(spec: ModelSpec, layer: int = 0) -> LatentAttention:
 
 def test_what_a_file_says(path: Path) -> None:
     with ModelFile.open(path) as model:
-        spec = read_spec(model)
-        if "deepseek2.nextn_predict_layers" in model.metadata:
-            with pytest.raises(UnsupportedModel, match=r"\(nextn\) of deepseek2 are not read"):
-                read_nextn(model)
+        spec, blocks = read_spec(model), read_nextn(model)
     block = latent_of(spec)
     assert (block.n_heads, block.n_plain, block.n_turned, block.n_latent, block.n_value) == (4, 24, 16, 48, 32)
     assert [type(layer.ffn) for layer in spec.layers] == [Dense, Experts, Experts]
@@ -66,6 +63,9 @@ def test_what_a_file_says(path: Path) -> None:
         assert (block.q_a, block.n_q_latent) == ("blk.0.attn_q_a.weight", 28)
     else:
         assert block.scale == pytest.approx((1 + 0.0707 * math.log(8)) ** 2 / math.sqrt(40))
+    assert len(blocks) == (spec.layers[1].ffn.n_groups == 1 and block.q is None)  # type: ignore[attr-defined]
+    for drafting in blocks:
+        assert isinstance(drafting.layer.mixer, LatentAttention) and isinstance(drafting.layer.ffn, Experts)
 
 
 def test_the_row_of_a_released_model_is_as_large_as_it_is_said_to_be() -> None:

@@ -90,7 +90,17 @@ def test_what_is_read_from_disk_gives_the_text_of_what_is_computed(
     assert again.usage.cached_tokens in (len(prompt) - 1, 384) and again.tokens == whole.tokens  # 384: with windows
 
 
-def test_the_block_of_glm_that_drafts_has_experts_and_is_left_out_by_name(tmp_path: Path) -> None:
-    path = WRITERS["glm"](tmp_path / "m.gguf")
-    with pytest.warns(RuntimeWarning, match="without mtp: .* Experts"):
-        edgeinfer.load(path, draft="mtp", n_ctx=256).close()
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_the_block_of_glm_drafts_and_the_text_is_that_of_plain_decoding(
+    tmp_path: Path, request_: dict[str, Any]
+) -> None:
+    path, found = WRITERS["glm"](tmp_path / "m.gguf"), []
+    for draft in ("none", "mtp"):
+        with edgeinfer.load(path, draft=draft, n_ctx=256) as engine:
+            engine.tokenizer.stop_ids = frozenset()
+            if engine.speculator is not None:
+                assert engine.speculator.drafters[-1].name == "head"
+                engine.speculator.costs = FixedCosts()
+            found.append(engine.generate(PROMPT, max_tokens=48, **request_))
+    assert found[0].tokens == found[1].tokens
+    assert found[1].timings.speculation.by_drafter["head"].drafted > 10
