@@ -133,7 +133,7 @@ def main() -> None:
         plain = opened.enter_context(edgeinfer.load(given.model, draft="none", **options))
         drafting = opened.enter_context(edgeinfer.load(given.model, **options))
         peer = None if given.no_peer else Peer(given.model, N_CTX, given.threads)
-        schemas = readable(plain, given.data, given.order, given.schemas)
+        schemas = readable(plain, peer, given.data, given.order, given.schemas)
         speeds = measured(plain, drafting, peer, schemas, given.tokens, clock)
         large = large_schema_times(plain)
     figures = {name: speed.figures() for name, speed in speeds.items()}
@@ -150,14 +150,16 @@ def main() -> None:
     sys.exit(any(each["invalid"] for name, each in figures.items() if name != "llama.cpp"))
 
 
-def readable(engine: Engine, data: Path, order: int, n: int) -> list[tuple[str, Any]]:
+def readable(engine: Engine, peer: Peer | None, data: Path, order: int, n: int) -> list[tuple[str, Any]]:
     """The first n schemas that both sides read."""
     schemas: list[tuple[str, Any]] = []
     for name, schema in mixed_schemas(data, order, 6000):
         if len(schemas) == n:
             break
         try:
-            grammar_of_schema(json.dumps(schema))
+            grammar = grammar_of_schema(json.dumps(schema))
+            if peer is not None:
+                peer.check(grammar)
             engine.generate("x", max_tokens=1, schema=schema)
         except InvalidConstraint:
             continue

@@ -59,13 +59,19 @@ class Peer:
         llama_cpp.llama_free(self._context)
         llama_cpp.llama_model_free(self._model)
 
+    def check(self, grammar: str) -> None:
+        """Raises ValueError for a grammar that llama.cpp cannot read."""
+        llama_cpp.llama_sampler_free(self._sampler_of(grammar))
+
+    def _sampler_of(self, grammar: str) -> Any:
+        sampler = llama_cpp.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
+        if not sampler:
+            raise ValueError("llama.cpp cannot read the grammar")
+        return sampler
+
     def answer(self, prompt: Sequence[int], n_tokens: int, grammar: str | None = None) -> Answer:
         """At most n_tokens that follow a prompt. grammar: GBNF with a rule `root`. Raises ValueError if it is wrong."""
-        sampler = None
-        if grammar is not None:
-            sampler = llama_cpp.llama_sampler_init_grammar(self._vocab, grammar.encode(), b"root")
-            if not sampler:
-                raise ValueError("llama.cpp cannot read the grammar")
+        sampler = None if grammar is None else self._sampler_of(grammar)
         try:
             return self._answer(prompt, n_tokens, sampler)
         finally:
