@@ -82,6 +82,7 @@ def test_texts_share_the_passes_of_a_drafter_and_are_what_they_are_alone(opened,
     assert max(sizes, default=0) == 4, "four at once"
     name = engine.speculator.drafters[-1].name
     assert all(each.timings.speculation.dropped == {} for each in found)
+    assert all(0 < each.timings.speculation.waited_seconds < 60 for each in found)
     accepted = [each.timings.speculation.by_drafter[name].accepted for each in found]
     assert all(accepted) if temperature == 0 else any(accepted)
 
@@ -177,4 +178,4 @@ def test_known_texts_share_their_memory_and_keep_their_rows():
             assert len(text.tokens) == len(expected)
             if text.start < len(expected):
                 assert np.array_equal(text.features(text.start, len(expected)), expected[text.start :])
-    assert n_full > 3 and memory.n_bytes == memory.rows.nbytes
+    assert n_full > 3 and memory.n_bytes == memory.rows.nbytes and memory.rows.shape == (12, SEGMENT, 3)
