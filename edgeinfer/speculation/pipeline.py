@@ -233,7 +233,7 @@ class Speculator:
     def _rest(self, text: DraftedText) -> None:
         """Other texts may have what drafters keep of this one."""
         for state in text.states:
-            if state.joint is not None and not state.is_dropped:
+            if state.joint is not None:
                 with suppress(EdgeInferError):
                     state.joint.rest()
 
@@ -400,7 +400,8 @@ class Speculator:
             text = texts[place]
             text.stats.waited_seconds += seconds / len(asked)
             if running.tree is not None:
-                self._take(state, text, running.tree, limits[place][0], found[place])
+                with running.guard:
+                    self._add(state, text, running.tree, limits[place][0], found[place])
         return found
 
     def _max_nodes(self, text: DraftedText) -> int:
@@ -577,16 +578,10 @@ class Speculator:
         with state.guarded(text.stats):
             self._add(state, text, state.drafter.propose(text.context, max_nodes), max_nodes, proposals)
 
-    def _take(
-        self, state: DrafterState, text: DraftedText, tree: DraftTree, max_nodes: int, proposals: list[Proposal]
-    ) -> None:
-        """Add what a drafter proposed, as _ask does."""
-        with state.guarded(text.stats):
-            self._add(state, text, tree, max_nodes, proposals)
-
     def _add(
         self, state: DrafterState, text: DraftedText, tree: DraftTree, max_nodes: int, proposals: list[Proposal]
     ) -> None:
+        """Add what a drafter proposed. Raises ShapeError if it is malformed."""
         tree = allowed_part(text.context, checked(tree, self._n_vocab, max_nodes))
         if tree.tokens:
             proposals.append(Proposal(state.drafter.name, tree, state.table))

@@ -40,8 +40,8 @@ class HeadDrafter(JointDrafter):
     other texts own their session.
 
     n_vocab: size of the target's vocabulary.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
-    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.  memory: for features, shared by all texts of a head;
-    None for a text alone.
+    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.  memory: for features, that of the first drafter of
+    the head, which all its texts share; None for that first one.
     """
 
     name = "head"

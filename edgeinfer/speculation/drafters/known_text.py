@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -95,19 +95,23 @@ class KnownText:
         except CacheFull:
             self.cut(first)
             raise
-        for start in range(first, first + n):
-            self.memory.rows[self._segments[start // SEGMENT], start % SEGMENT] = features[start - first]
+        written = 0
+        for part in self._parts(first, first + n):
+            part[:] = features[written : written + len(part)]
+            written += len(part)
         self.tokens.extend(tokens)
 
     def features(self, start: int, end: int) -> Features:
         """(end - start, n_embd) hidden states of these positions, none of which is before `start`."""
-        parts = []
-        while start < end:
-            upto = min(end, (start // SEGMENT + 1) * SEGMENT)
-            first = start % SEGMENT
-            parts.append(self.memory.rows[self._segments[start // SEGMENT], first : first + upto - start])
-            start = upto
+        parts = list(self._parts(start, end))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _parts(self, start: int, end: int) -> Iterator[Features]:
+        """The memory of these positions, segment by segment."""
+        while start < end:
+            upto, first = min(end, (start // SEGMENT + 1) * SEGMENT), start % SEGMENT
+            yield self.memory.rows[self._segments[start // SEGMENT], first : first + upto - start]
+            start = upto
 
 
 def n_segments_of(n_positions: int, n_texts: int) -> int:
