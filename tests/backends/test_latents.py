@@ -114,6 +114,22 @@ def test_yarn_without_its_multiplier_is_refused(tmp_path: Path) -> None:
         read_spec(model)
 
 
+def test_routers_of_glm_that_the_file_does_not_name_are_sigmoids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Early files of GLM-4.7-Flash do not say it; their layers and their vocabulary do."""
+    path = write_tiny_latents(tmp_path / "m.gguf", "glm", metadata={"deepseek2.expert_gating_func": None})
+
+    def functions() -> set[str]:
+        with ModelFile.open(path) as model:
+            return {layer.ffn.router_function for layer in read_spec(model).layers if isinstance(layer.ffn, Experts)}
+
+    assert functions() == {"softmax"}
+    monkeypatch.setattr("edgeinfer.models.architectures.deepseek2._LAYERS_OF_GLM", (3,))
+    monkeypatch.setattr("edgeinfer.models.architectures.deepseek2._VOCABULARY_OF_GLM", 291)
+    assert functions() == {"sigmoid"}
+
+
 # ---- the oracle ------------------------------------------------------------------------------------------------------
 
 

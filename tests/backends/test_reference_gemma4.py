@@ -87,6 +87,14 @@ def test_what_is_planned_is_what_is_held(path: Path) -> None:
         assert backend.load(model, spec, plan, Device(1)).session().memory() == plan.use
 
 
+def test_inputs_of_layers_are_scaled_by_their_sizes(tmp_path: Path) -> None:
+    """A norm follows the projection, so that the logits hardly tell its scale."""
+    spec = spec_of(write_tiny_gemma4(tmp_path / "m.gguf", "small"))
+    inputs = spec.layer_inputs
+    assert inputs is not None
+    assert [inputs.projection_scale, inputs.table_scale] == pytest.approx([spec.n_embd**-0.5, inputs.n_inputs**0.5])
+
+
 # ---- against others --------------------------------------------------------------------------------------------
 
 
