@@ -264,7 +264,7 @@ class HeadDrafter(JointDrafter):
         except (Interrupted, CacheFull, GeneratorExit):  # nothing has changed
             raise
         except BaseException:
-            self._known.forget()
+            self._known.begin((), 0)  # without its session, which may be lost
             self._text = ()
             raise
 
