@@ -1,12 +1,14 @@
-"""`edgeinfer serve` under several users, and after it another server of OpenAI's dialect.
+"""`edgeinfer serve` under several users, in turns with another server of OpenAI's dialect.
 
-    python tests/benchmarks/bench_server.py [MODEL.gguf] [--users 1,2,4,8] [--rounds 3] [--tokens 128] \
-        [--peer "llama-server -m {model} --port {port} -np 8 -c 16384"]
+    python tests/benchmarks/bench_server.py [MODEL.gguf] [--users 1,2,4,8] [--rounds 3] [--tokens 128] [--gap 7600] \
+        [--peer "llama-server -m {model} --port {port} -np 8 -c 65536"]
 
 Each user sends one chat of its own, greedy, streamed. Tokens a second of all users together, milliseconds to the first
 token and between two pieces (median and 95th percentile), each over all rounds; the first round is a warm-up. Clients
-are threads of this process, on the same cores. --start: seconds until /health answers. The engine alone, without HTTP,
-runs beside it (`engine`), so that the cost of HTTP is in the difference. One JSON line on stdout.
+are threads of this process, on the same cores; a server that has nothing to do waits for the other one. `start_s`:
+seconds until /health answers. --gap: then one answer runs while a prompt of about as many tokens is read, and `reading`
+has the milliseconds between its pieces meanwhile. The engine alone, without HTTP, runs after it (`engine`), so that the
+cost of HTTP is in the difference. One JSON line on stdout.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +52,14 @@ class Measured:
         """Medians, and the 95th percentiles of what one user waits for."""
         found = {"tokens_per_second": round(statistics.median(self.tokens_per_second), 2)}
         for name, values in (("first", self.first_ms), ("gap", self.gap_ms)):
-            ordered = sorted(values)
-            found[f"{name}_ms"] = round(statistics.median(ordered), 2)
-            found[f"{name}_p95_ms"] = round(ordered[math.ceil(0.95 * len(ordered)) - 1], 2)
+            found[f"{name}_ms"] = round(statistics.median(values), 2)
+            found[f"{name}_p95_ms"] = round(percentile_95(values), 2)
         return found
+
+
+def percentile_95(values: Sequence[float]) -> float:
+    """The least value that 95 % of them do not exceed."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
 
 
 @contextmanager
@@ -101,8 +108,8 @@ def model_of(port: int) -> str:
     return found
 
 
-def chat(port: int, model: str, prompt: str, n_tokens: int, measured: Measured, counts: list[int]) -> None:
-    """One user's chat."""
+def pieces(port: int, model: str, prompt: str, n_tokens: int, counts: list[int]) -> Iterator[float]:
+    """The time of each piece of one user's chat; the number of its tokens is added to counts at the end."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -112,33 +119,69 @@ def chat(port: int, model: str, prompt: str, n_tokens: int, measured: Measured, 
         "stream_options": {"include_usage": True},
     }
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    last = started = time.perf_counter()
     connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
     reply = connection.getresponse()
     if reply.status != 200:
         raise click.ClickException(f"port {port} answered {reply.status}: {reply.read(300)!r}")
-    is_first = True
     for line in reply:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[6:])
         if event.get("usage"):
             counts.append(event["usage"]["completion_tokens"])
-        if not event["choices"] or not event["choices"][0]["delta"].get("content"):
-            continue
-        now = time.perf_counter()
-        (measured.first_ms if is_first else measured.gap_ms).append(1e3 * (now - (started if is_first else last)))
-        is_first, last = False, now
+        if event["choices"] and event["choices"][0]["delta"].get("content"):
+            yield time.perf_counter()
     connection.close()
 
 
-def round_of(port: int, model: str, n_users: int, n_tokens: int, measured: Measured) -> None:
+def chat(port: int, model: str, prompt: str, n_tokens: int, measured: Measured, counts: list[int]) -> None:
+    """One user's chat, measured."""
+    last = time.perf_counter()
+    for n, now in enumerate(pieces(port, model, prompt, n_tokens, counts)):
+        (measured.gap_ms if n else measured.first_ms).append(1e3 * (now - last))
+        last = now
+
+
+def gaps_while_reading(port: int, model: str, n_prompt: int) -> dict[str, float]:
+    """Milliseconds between the pieces of an answer that runs while another prompt is read, and of that reading."""
+    times: list[float] = []
+    runs = threading.Event()
+
+    def answer() -> None:
+        for now in pieces(port, model, PROMPTS[0], 2048, []):
+            times.append(now)
+            if len(times) == 16:
+                runs.set()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    if not runs.wait(60):
+        raise click.ClickException(f"the answer of port {port} ends before the prompt is read")
+    asked = time.perf_counter()
+    first = next(pieces(port, model, "Count these. " + " ".join(map(str, range(100, 100 + n_prompt // 4))), 4, []))
+    n_before = len(times)
+    thread.join()
+    within = [1e3 * (b - a) for a, b in pairwise(times) if b > asked and a < first]
+    if n_before == len(times):
+        raise click.ClickException(
+            f"the answer of port {port} ended while the prompt was read: its gaps are not all there"
+        )
+    return {
+        "read_s": round(first - asked, 2),
+        "pieces": len(within),
+        "gap_ms": round(statistics.median(within), 2),
+        "gap_p95_ms": round(percentile_95(within), 2),
+        "gap_most_ms": round(max(within), 2),
+    }
+
+
+def round_of(port: int, model: str, n_users: int, n_tokens: int, each: int, measured: Measured) -> None:
     """All users once, at the same time. Prompts differ between rounds, so that nothing of them is cached."""
-    n_before, counts = len(measured.tokens_per_second), []  # type: tuple[int, list[int]]
+    counts: list[int] = []
     users = [
         threading.Thread(
             target=chat,
-            args=(port, model, f"({n_before}) {PROMPTS[user % len(PROMPTS)]}", n_tokens, measured, counts),
+            args=(port, model, f"({each}, {n_users}) {PROMPTS[user % len(PROMPTS)]}", n_tokens, measured, counts),
         )
         for user in range(n_users)
     ]
@@ -150,6 +193,30 @@ def round_of(port: int, model: str, n_users: int, n_tokens: int, measured: Measu
     measured.tokens_per_second.append(sum(counts) / (time.perf_counter() - started))
 
 
+def in_turns(
+    commands: dict[str, str], path: Path, numbers: Sequence[int], rounds: int, n_tokens: int, n_gap: int
+) -> dict[str, dict[Any, Any]]:
+    """The figures of each server by the number of users, with its start and, for n_gap tokens, `reading`."""
+    found = {name: {n: Measured() for n in numbers} for name in commands}
+    report: dict[str, dict[Any, Any]] = {name: {} for name in commands}
+    with ExitStack() as servers:
+        ports, models = {}, {}
+        for name, command in commands.items():
+            ports[name] = free_port()
+            filled = shlex.split(command.format(model=path, port=ports[name]))
+            report[name]["start_s"] = round(servers.enter_context(running(filled, ports[name])), 3)
+            models[name] = model_of(ports[name])
+        for each in range(rounds + 1):
+            for n in numbers:
+                for name, port in ports.items():
+                    round_of(port, models[name], n, n_tokens, each, found[name][n] if each else Measured())
+        for name, port in ports.items():
+            report[name] |= {n: measured.figures() for n, measured in found[name].items()}
+            if n_gap:
+                report[name]["reading"] = gaps_while_reading(port, models[name], n_gap)
+    return report
+
+
 @click.command()
 @click.argument("path", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--users", default="1,2,4,8", show_default=True)
@@ -158,9 +225,18 @@ def round_of(port: int, model: str, n_users: int, n_tokens: int, measured: Measu
 @click.option("--threads", default=2, show_default=True)
 @click.option("--n-ctx", default=4096, show_default=True)
 @click.option("--drafter", default="auto", show_default=True)
+@click.option("--gap", default=0, help="Tokens of a prompt that is read while an answer runs.")
 @click.option("--peer", help="Command of another server, with {model} and {port}.")
 def main(
-    path: Path | None, users: str, rounds: int, tokens: int, threads: int, n_ctx: int, drafter: str, peer: str | None
+    path: Path | None,
+    users: str,
+    rounds: int,
+    tokens: int,
+    threads: int,
+    n_ctx: int,
+    drafter: str,
+    gap: int,
+    peer: str | None,
 ) -> None:
     """See the top of this file."""
     path = default_model() if path is None else path
@@ -170,25 +246,14 @@ def main(
         f"-np {max(numbers)} --drafter {drafter}"
     }
     commands |= {} if peer is None else {"peer": peer}
-    found: dict[str, dict[int, Measured]] = {name: {n: Measured() for n in numbers} for name in commands}
-    starts: dict[str, float] = {}
-    for name, command in commands.items():  # one server at a time: the other one would take its memory and its caches
-        port = free_port()
-        with running(shlex.split(command.format(model=path, port=port)), port) as starts[name]:
-            model = model_of(port)
-            for each in range(rounds + 1):
-                for n in numbers:
-                    round_of(port, model, n, tokens, found[name][n] if each else Measured())
-    report: dict[str, Any] = {
-        name: {n: measured.figures() for n, measured in by_users.items()} for name, by_users in found.items()
-    }
+    report: dict[str, Any] = in_turns(commands, path, numbers, rounds, tokens, gap)
     options: dict[str, Any] = {"n_threads": threads, "n_ctx": n_ctx, "parallel": max(numbers), "draft": drafter}
     with edgeinfer.load(path, **options) as engine:
         report["engine"] = {
             n: round(statistics.median([ours(engine, n, tokens) for _ in range(rounds + 1)][1:]), 2) for n in numbers
         }
     facts = {"model": path.name, "tokens": tokens, "rounds": rounds, "n_threads": threads, "drafter": drafter}
-    print(json.dumps({**facts, **report, "start_s": starts, "peer_command": peer, "machine": machine()}))
+    print(json.dumps({**facts, **report, "peer_command": peer, "machine": machine()}))
 
 
 if __name__ == "__main__":
