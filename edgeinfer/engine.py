@@ -62,6 +62,7 @@ from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.pipeline import Speculator
 from edgeinfer.stream import ChoiceOptions, Output, Record, RequestOptions, StopStrings, Stream, Submit
+from edgeinfer.template_values import Reasoning
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
@@ -86,6 +87,8 @@ class Loaded:
     n_parallel: int = 1  # most texts that run at once
     tbt: float = DEFAULT_TBT_MS  # milliseconds of a pass that reads a prompt beside texts that run
     room: int | None = None  # bytes that a budget leaves beside the ledger, None without a budget
+    chat_template: str | None = None  # Jinja, or the name of a known one, in place of the file's
+    reasoning: Reasoning = "auto"
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,11 @@ class Engine(OfOneProcess):
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
-    which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
-    None where all experts are in memory.  device_experts: the device that computes some experts beside the CPU, None
-    without one.  contexts: what is kept on disk, None where nothing is.  ledger: what was planned for the whole
-    process; `memory` compares it with what is taken.
+    which may be set between requests, decodes without speculation.  reasoning: whether a model reasons before it
+    answers, as loaded.  experts: decides about the model's expert cache; None where all experts are in memory.
+    device_experts: the device that computes some experts beside the CPU, None without one.  contexts: what is kept on
+    disk, None where nothing is.  ledger: what was planned for the whole process; `memory` compares it with what is
+    taken.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Engine(OfOneProcess):
         self.device_experts = helpers.device_experts
         self.contexts = self.scheduler.contexts = helpers.contexts
         self._ledger, self._room = loaded.ledger, loaded.room
+        self._given_template, self.reasoning = loaded.chat_template, loaded.reasoning
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
 
@@ -349,7 +354,8 @@ class Engine(OfOneProcess):
         """
         text, end = ranking_prompt(query, documents, template)
         prompt: Prompt = text + end
-        if template is None and self._file.metadata.get("tokenizer.chat_template") is not None:
+        has_chats = self._given_template is not None or "tokenizer.chat_template" in self._file.metadata
+        if template is None and has_chats:
             messages = [{"role": "user", "content": text}]
             asked = self.template.encode(self.tokenizer, messages, add_generation_prompt=True)
             prompt = [*asked, *self.tokenize(end.lstrip(), add_special=False)]
@@ -362,10 +368,13 @@ class Engine(OfOneProcess):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of the file, which only a chat needs. Raises TemplateError if there is none that works."""
+        """The chat template, of the file or as it was given, which only a chat needs.
+
+        Raises TemplateError if there is none that works.
+        """
         from edgeinfer.models.chat_template import ChatTemplate
 
-        return ChatTemplate.from_file(self._file, self.tokenizer)
+        return ChatTemplate.from_file(self._file, self.tokenizer, self._given_template)
 
     @cached_property
     def output_format(self) -> OutputFormat:
