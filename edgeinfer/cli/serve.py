@@ -154,8 +154,8 @@ def _models(
     is_given = flags["model"] is not None or flags["hf_repo"] is not None
     if not is_given and (flags["chat_template"] or flags["chat_template_file"]):
         raise click.UsageError("a chat template is for one model: name that with -m")
-    engine = opened.enter_context(_with_defaults(open_engine(flags), flags)) if is_given else None
-    first = None if engine is None else _served(engine, flags, aliases)
+    own = opened.enter_context(_with_defaults(open_engine(flags), flags)) if is_given else None
+    first = None if own is None else _served(own, flags, aliases)
     loader = opened.enter_context(ThreadPoolExecutor(1, "edgeinfer-load"))
     models = SeveralModels(files, lambda path, n_bytes: _load(path, n_bytes, flags), budget, loader, first)
     opened.callback(models.close)
