@@ -35,7 +35,7 @@ from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.constraints.options import Wanted, split_options, wanted_of
 from edgeinfer.context_cache.cache import ContextCache
 from edgeinfer.experimental.device_experts import DeviceExperts
-from edgeinfer.logprobs import Score, check_alternatives, score_continuations
+from edgeinfer.logprobs import Score, TokenLogprob, check_alternatives, sampled_logprob, score_continuations
 from edgeinfer.many import (
     Choice,
     Vote,
@@ -61,7 +61,7 @@ from edgeinfer.scheduling.request import Request
 from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.stream import ChoiceOptions, Output, Record, RequestOptions, StopStrings, Stream, Submit
+from edgeinfer.stream import ChoiceOptions, NoteSampled, Output, Record, RequestOptions, StopStrings, Stream, Submit
 from edgeinfer.template_values import Reasoning
 
 if TYPE_CHECKING:
@@ -270,6 +270,7 @@ class Engine(OfOneProcess):
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         logprobs: int | None = None,
+        sampled_logprobs: bool = False,
         output: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -283,11 +284,13 @@ class Engine(OfOneProcess):
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
         changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
-        and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
-        Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
-        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun: its first
-        tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.  schema,
-        regex, grammar, choices, json: what it may be, one of them; see edgeinfer.constraints.options.ConstraintOptions.
+        and so many of the most likely ones at its place; None for neither.  sampled_logprobs: these of the distribution
+        that tokens are drawn from, without those that cannot be drawn; not with a constraint.  output: what splits the
+        completion, as Conversation does it: None is all text.  priority: texts with a higher one come first where not
+        all can run.  timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun:
+        its first tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.
+        schema, regex, grammar, choices, json: what it may be, one of them; see
+        edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
         for ids that the model lacks, BackendUnavailable for a constraint without llguidance, BudgetExceeded without
         room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
@@ -298,10 +301,13 @@ class Engine(OfOneProcess):
         limit = min(_most_tokens(max_tokens), self.n_ctx - len(tokens))
         constraint_options, sampling = split_options(options)
         chosen, wanted = self._chosen_params(params, sampling), wanted_of(constraint_options)
+        check_flag("sampled_logprobs", sampled_logprobs)
+        sampled = self._sampled(tokens, chosen, wanted) if sampled_logprobs else None
         constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         drawn = self._begun_tokens(begun, len(tokens), n_alternatives)
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
+        stops = StopStrings(stop)
+        record = Record(self.tokenizer, len(tokens), stops, chosen, output, n_alternatives, constraint, sampled)
         record.expert_reads = None if self.experts is None else self.experts.reads
         if limit == 0:
             return Stream(_nothing(record), record)
@@ -494,6 +500,18 @@ class Engine(OfOneProcess):
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
         return chosen
+
+    def _sampled(self, prompt: list[int], params: SamplingParams, wanted: Wanted | None) -> NoteSampled:
+        """What says how likely tokens of a text were to be drawn. Raises InvalidArgument."""
+        if wanted is not None:
+            raise InvalidArgument("sampled_logprobs are those of free texts: leave out the constraint")
+        breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
+        n_vocab = self.tokenizer.n_vocab
+
+        def noted(logits: Logits, token: int, n_top: int, drawn: list[int]) -> TokenLogprob:
+            return sampled_logprob(logits[:n_vocab], token, n_top, params, prompt + drawn, breakers)
+
+        return noted
 
     def _request(
         self,

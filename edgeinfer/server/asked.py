@@ -108,9 +108,8 @@ class Asked:
         """Its texts: the samples of the first prompt, of the second one, and so on. Raises as Engine.stream."""
         self.prepare(engine)
         options = cast(RequestOptions, {**self.options, "timeout": self._seconds(limits)})
-        if limits.predict is not None:
-            n_most = options.get("max_tokens")
-            options["max_tokens"] = limits.predict if n_most in (None, -1) else min(limits.predict, n_most)
+        if limits.predict is not None and "max_tokens" not in options:
+            options["max_tokens"] = limits.predict
         if self.messages is None:
             for at, prompt in enumerate(self.prompts):
                 # In tokens, so that samples need not be cut into them again.

@@ -20,6 +20,7 @@ from edgeinfer.server.server import Server, Shown
 from edgeinfer.server.serving import bind, serve
 
 SECONDS = 60.0  # for a reply
+ALL = Shown()
 
 
 @dataclass
@@ -109,7 +110,7 @@ def running(
     access: Access | None = None,
     n_parallel: int | None = None,
     any_name: bool = False,
-    shown: Shown = Shown(),
+    shown: Shown = ALL,
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of an engine, or of models, until the end of the block."""

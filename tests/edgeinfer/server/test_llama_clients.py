@@ -1,6 +1,7 @@
 """What llama.cpp's clients ask for beside an answer: progress, times, prompts, metrics by its names."""
 
 import json
+import math
 import re
 import threading
 from types import SimpleNamespace
@@ -124,7 +125,8 @@ def test_the_prompt_is_shown_where_it_is_asked_for(server, engine):
     shown = server.ask(CHAT, **HELLO, verbose=True)["__verbose"]
     assert shown["prompt"] == prompt and shown["params"]["seed"] == 3
     assert shown["prompt_tokens"] == engine.template.encode(engine.tokenizer, HELLO["messages"])
-    (last,) = [each for each in server.post(CHAT, HELLO | {"stream": True, "verbose": True}).events if "__verbose" in each]
+    events = server.post(CHAT, HELLO | {"stream": True, "verbose": True}).events
+    (last,) = [each for each in events if "__verbose" in each]
     assert last["choices"][0]["finish_reason"] == "length" and last["__verbose"]["prompt"] == prompt
     said = server.ask(TEXT, model="tiny", prompt="hello", max_tokens=2, verbose=True)
     assert said["__verbose"]["prompt"] == engine.detokenize(engine.tokenize("hello"))
@@ -190,11 +192,12 @@ def test_templates_are_told_whether_to_reason(model):
             said = server.ask("/apply-template", messages=messages, chat_template_kwargs=off)["prompt"]
             assert said.endswith("<think>\n\n</think>")
             n_on, n_off = (len(engine.tokenize(text)) for text in ("[user]hello[assistant]", said))
+            ollama = {"model": "tiny", "messages": messages, "stream": False}
             usages = [
                 server.ask(CHAT, **HELLO)["usage"]["prompt_tokens"],
                 server.ask(CHAT, **HELLO, chat_template_kwargs=off)["usage"]["prompt_tokens"],
-                server.ask("/api/chat", model="tiny", messages=messages, stream=False)["prompt_eval_count"],
-                server.ask("/api/chat", model="tiny", messages=messages, stream=False, think=False)["prompt_eval_count"],
+                server.ask("/api/chat", **ollama)["prompt_eval_count"],
+                server.ask("/api/chat", **ollama, think=False)["prompt_eval_count"],
                 server.ask("/v1/messages", model="tiny", messages=messages, max_tokens=2)["usage"]["input_tokens"],
             ]
             assert usages == [n_on, n_off, n_on, n_off, n_on]
@@ -234,6 +237,21 @@ def test_tokens_of_an_answer_come_where_they_are_asked_for(server, engine):
     assert [token for part in parts[:-1] for token in part["tokens"]] == expected
 
 
+def test_probabilities_after_sampling_are_those_of_the_engine(server, engine):
+    asked = {"prompt": "hello", **OPTIONS, "n_probs": 3, "post_sampling_probs": True, "temperature": 0.7}
+    sampling = {"max_tokens": 8, "seed": 3, "temperature": 0.7, "logprobs": 3, "sampled_logprobs": True}
+    expected = engine.generate("hello", **sampling).logprobs
+    found = server.ask("/completion", **asked)["completion_probabilities"]
+    assert [each["prob"] for each in found] == [math.exp(each.logprob) for each in expected]
+    assert [[(top["id"], top["prob"]) for top in each["top_probs"]] for each in found] == [
+        [(id, math.exp(value)) for id, value in each.top] for each in expected
+    ]
+    assert all("logprob" not in each and 0 < each["prob"] <= 1 for each in found)
+    assert "completion_probabilities" not in server.ask("/completion", **asked | {"n_probs": 0})
+    refused = server.post("/completion", asked | {"grammar": 'root ::= "a"'})
+    assert refused.status == 400 and "sampled_logprobs" in refused.json["error"]["message"]
+
+
 def test_settings_tell_the_limit(server):
     settings = server.ask("/completion", prompt="hello", **OPTIONS)["generation_settings"]
     assert settings["n_predict"] == settings["max_tokens"] == 8 and settings["seed"] == 3
@@ -245,13 +263,15 @@ def test_files_beside_a_text_to_fill_in_need_a_text(server, extra):
     assert reply.status == 400
 
 
-def test_a_server_has_a_limit_of_its_own(engine):
+def test_a_server_has_a_limit_for_who_names_none(engine):
+    unlimited = {name: value for name, value in HELLO.items() if name != "max_tokens"}
     with running(engine, predict=3) as server:
-        assert server.ask("/completion", prompt="hello", seed=3)["tokens_predicted"] == 3
-        assert server.ask("/completion", prompt="hello", n_predict=2)["tokens_predicted"] == 2
-        assert server.ask("/completion", prompt="hello", n_predict=-1)["tokens_predicted"] == 3
-        assert server.ask(CHAT, **HELLO)["usage"]["completion_tokens"] == 3
-        assert server.ask(TEXT, model="tiny", prompt="hello", n_predict=2)["usage"]["completion_tokens"] == 2
+        for more, n in (({}, 3), ({"n_predict": 5}, 5), ({"n_predict": -1}, 508)):
+            said = server.ask("/completion", prompt="hello", seed=3, **more)
+            assert said["tokens_predicted"] == n and said["truncated"] is (n == 508)
+        assert server.ask(CHAT, **unlimited)["usage"]["completion_tokens"] == 3
+        assert server.ask(CHAT, **HELLO)["usage"]["completion_tokens"] == 8
+        assert server.ask(TEXT, model="tiny", prompt="hello", n_predict=5)["usage"]["completion_tokens"] == 5
 
 
 # ---- What a server shows ---------------------------------------------------------------------------------------------
@@ -328,7 +348,8 @@ def test_a_fingerprint_is_of_the_version_the_file_and_the_template(server, model
     def fingerprint(path, source="t"):
         return Served(SimpleNamespace(path=path, template=SimpleNamespace(source=source)), "tiny").fingerprint
 
-    assert fingerprint(model) == fingerprint(copy) != fingerprint(other) and fingerprint(model, "u") != fingerprint(model)
+    assert fingerprint(model) == fingerprint(copy) != fingerprint(other)
+    assert fingerprint(model, "u") != fingerprint(model)
     assert fingerprint(tmp_path / "gone").startswith("b")
     chunks = server.post(CHAT, HELLO | {"stream": True}).events[:-1]
     assert {json.dumps(each["system_fingerprint"]) for each in chunks} == {json.dumps(of_chat["system_fingerprint"])}

@@ -158,7 +158,7 @@ class CompletionForm(Form):
             "generation_settings": _settings(completion, self._asked),
             "prompt": self._prompt(number),
             "has_new_line": "\n" in completion.text,
-            "truncated": False,
+            "truncated": self._is_full(completion),  # which is no cut of the prompt
             "stop_type": ("word" if met is not None else "eos") if is_stop else "limit",
             "stopping_word": met or "",
             "timings": timings_of(completion.usage, completion.timings),
@@ -181,6 +181,12 @@ class CompletionForm(Form):
         ends = [self._ends[number] for number in sorted(self._ends)]
         return ends[0] if len(ends) == 1 else ends
 
+    def _is_full(self, completion: Completion) -> bool:
+        """Whether a text ended because there was no more room in the context."""
+        usage = completion.usage
+        n_tokens = usage.prompt_tokens + usage.completion_tokens
+        return completion.finish_reason == "length" and n_tokens >= self._engine.n_ctx
+
     def _prompt(self, number: int) -> str:
         prompt = self._asked.prompts[number // self._asked.n]
         return prompt if isinstance(prompt, str) else self._engine.detokenize(prompt)
@@ -188,15 +194,20 @@ class CompletionForm(Form):
     def _probabilities(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not self._has_logprobs:
             return {}
-        return {"completion_probabilities": [_probability(self._engine, each) for each in tokens]}
+        is_sampled = bool(self._asked.options.get("sampled_logprobs"))
+        return {"completion_probabilities": [_probability(self._engine, each, is_sampled) for each in tokens]}
 
 
-def _probability(engine: Engine, token: TokenLogprob) -> dict[str, Any]:
+def _probability(engine: Engine, token: TokenLogprob, is_sampled: bool) -> dict[str, Any]:
+    """A token with its alternatives: logarithms of the model's probabilities, or those that it was drawn with."""
+
     def entry(id: int, value: float) -> dict[str, Any]:
         data = engine.tokenizer.token_bytes(id)
-        return {"id": id, "token": data.decode(errors="replace"), "bytes": list(data), "logprob": logprob(value)}
+        found = {"prob": math.exp(value)} if is_sampled else {"logprob": logprob(value)}
+        return {"id": id, "token": data.decode(errors="replace"), "bytes": list(data), **found}
 
-    return {**entry(token.token, token.logprob), "top_logprobs": [entry(*top) for top in token.top]}
+    tops = "top_probs" if is_sampled else "top_logprobs"
+    return {**entry(token.token, token.logprob), tops: [entry(*top) for top in token.top]}
 
 
 def _settings(completion: Completion, asked: Asked) -> dict[str, Any]:

@@ -24,14 +24,13 @@ _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change 
     "xtc_probability": (0,),
     "top_n_sigma": (-1,),
     "dynatemp_range": (0,),
-    "post_sampling_probs": (False,),
     "lora": ([],),
     "samplers": ([],),
     "n_cmpl": (1,),
     "image_data": ([],),
 }
 _SAME = {"repeat_last_n": "penalty_last_n", "n_predict": "max_tokens"}
-_FLAGS = ("timings_per_token", "return_progress", "return_tokens", "verbose")
+_FLAGS = ("timings_per_token", "return_progress", "return_tokens", "verbose", "post_sampling_probs")
 _READ = frozenset({"prompt", "stream", "model", "ignore_eos", "n_probs", "json_schema", "grammar", "stop", "n"})
 _READ |= {*_FLAGS, "response_fields", "logit_bias"}
 _READ_INFILL = frozenset({"input_prefix", "input_suffix", "input_extra"})
@@ -61,6 +60,8 @@ def read(body: Mapping[str, Any], limits: Limits, is_infill: bool = False) -> As
     for name in _FLAGS:
         if not isinstance(body.get(name), bool | None):
             raise Problem(400, f"{name} must be true or false: found {shown(body[name])}", param=name)
+    if body.get("post_sampling_probs") and "logprobs" in options:
+        options["sampled_logprobs"] = True
     asked.tells_times, asked.tells_progress = bool(body.get("timings_per_token")), bool(body.get("return_progress"))
     return asked
 
