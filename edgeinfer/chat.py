@@ -35,9 +35,10 @@ from edgeinfer.message import (
     with_broken_marks,
     without_ids,
 )
-from edgeinfer.models.provenance import joined
+from edgeinfer.models.provenance import joined, trusted
 from edgeinfer.models.reasoning import OutputParser, calls_for_template, reasoning_fields
 from edgeinfer.stream import RequestOptions, Stream
+from edgeinfer.template_values import NO_VALUES, TemplateOptions, TemplateValues, is_reasoning_off, values_of
 from edgeinfer.tools.asking import asked_for
 from edgeinfer.tools.options import NO_TOOLS, CallOptions, Given, ToolOptions, ToolUse, split_tool_options, tool_use_of
 from edgeinfer.tools.reading import FormatReader, spelled
@@ -49,12 +50,36 @@ if TYPE_CHECKING:
     from edgeinfer.engine import Engine
 
 
-class RunOptions(RequestOptions, CallOptions, total=False):
-    """Keyword arguments of answers with tools: those of Engine.stream, and how tools are called."""
+class RunOptions(RequestOptions, CallOptions, TemplateOptions, total=False):
+    """Keyword arguments of answers with tools: those of Engine.stream and of the template, and how tools are called."""
 
 
-class ChatOptions(RequestOptions, ToolOptions, total=False):
-    """Keyword arguments of an answer: those of Engine.stream, and the tools."""
+class PromptOptions(ToolOptions, TemplateOptions, total=False):
+    """Keyword arguments that a prompt depends on: the tools, and what the template is given."""
+
+
+class ChatOptions(RequestOptions, PromptOptions, total=False):
+    """Keyword arguments of an answer: those of Engine.stream, the tools, and what the template is given."""
+
+
+def _split_begun(messages: list[Message], is_lenient: bool = False) -> tuple[list[Message], str]:
+    """(the messages that are answered, how the answer begins): an answer at the end is the beginning of the next one.
+
+    is_lenient: messages without a question are all before the answer.  Raises InvalidArgument.
+    """
+    roles = [message["role"] for message in messages[-2:]]
+    if roles[-1:] in (["user"], ["tool"]):
+        return messages, ""
+    last = messages[-1] if messages else None
+    if last is not None and roles in (["user", "assistant"], ["tool", "assistant"]):
+        if last["content"] and not last.get("tool_calls") and not last.get("reasoning"):
+            return messages[:-1], last["content"]
+    if is_lenient:
+        return messages, ""
+    raise InvalidArgument(
+        "the last message must be the user's or a tool's, or after one the beginning of an answer, a text without "
+        "reasoning and calls: there is nothing to answer"
+    )
 
 
 _MOST_OUTPUTS = 1024  # answers that are kept split
@@ -258,34 +283,62 @@ class Conversation(OfOneProcess):
     def stream(self, **options: Unpack[ChatOptions]) -> Stream:
         """The answer to the messages as they are, the last of which is a question or a result, without keeping it.
 
-        Options and errors as for `send`.
+        The last message may also be the beginning of the answer, which then goes on after it. Options and errors as for
+        `send`.
         """
-        if not self.messages or self.messages[-1]["role"] not in ("user", "tool"):
-            raise InvalidArgument("the last message must be the user's or a tool's: there is nothing to answer")
-        return self._asked(self.messages, options)[0]
+        messages, begun = _split_begun(self.messages)
+        return self._asked(messages, options, begun)[0]
 
     def _answer(self, messages: list[Message], options: ChatOptions) -> Answer:
         return Answer(self, messages, *self._asked(messages, options))
 
-    def prompt(self, **options: Unpack[ToolOptions]) -> list[int]:
+    def prompt(self, *, add_generation_prompt: bool = True, **options: Unpack[PromptOptions]) -> list[int]:
         """Tokens of the prompt for an answer to the messages as they are, also of one that does not fit.
 
-        Raises TemplateError, InvalidArgument.
+        add_generation_prompt: the answer is begun.  Raises TemplateError, InvalidArgument.
         """
-        return self._encode(self.messages, add_generation_prompt=True, use=tool_use_of(options))
+        use, values = tool_use_of(options), self._values(options)
+        if not add_generation_prompt:
+            return self._encode(self.messages, add_generation_prompt=False, use=use, values=values)
+        messages, begun = _split_begun(self.messages, is_lenient=True)
+        return self._begun_prompt(messages, use, values, begun)[0]
 
-    def _asked(self, messages: list[Message], options: ChatOptions) -> tuple[Stream, OutputParser]:
-        """The answer to the last of the messages, and what splits it."""
+    def _values(self, options: Mapping[str, Any]) -> TemplateValues:
+        """What the template is given beside messages and tools. Raises InvalidArgument, TemplateError."""
+        return values_of(self.engine.reasoning, options.get("chat_template_kwargs"))
+
+    def _begun_prompt(
+        self, messages: list[Message], use: ToolUse, values: TemplateValues, begun: str
+    ) -> tuple[list[int], str]:
+        """(the prompt, what of it opens the reasoning of the answer or ""). begun: how the answer begins."""
+
+        def encoded(following: str) -> list[int]:
+            return self._encode(messages, add_generation_prompt=True, use=use, values=values, following=following)
+
+        prompt = encoded("")
+        question = messages[-1]["content"] if messages else ""
+        opened = self._format.opened_by(prompt, question, lambda: self._generation_prompt(messages, use, values))
+        closing = self._format.closing_of(opened) if opened and (begun or is_reasoning_off(values)) else ""
+        if closing:
+            opened = ""
+            closing = joined([trusted(closing), trusted("\n\n")]) if begun else closing
+        if closing or begun:
+            prompt = encoded(joined([closing, begun]))
+        return prompt, opened
+
+    def _asked(self, messages: list[Message], options: ChatOptions, begun: str = "") -> tuple[Stream, OutputParser]:
+        """The answer to the last of the messages, and what splits it. begun: how it begins."""
+        values = self._values(options)
         tool_options, others = split_tool_options(options)
+        others.pop("chat_template_kwargs", None)
         use = self._selected(messages, tool_use_of(tool_options), tool_options.get("tool_selection"))
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
         n_least = self._least_tokens(messages)
         if n_least >= self.engine.n_ctx:
             raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
-        prompt = self._encode(messages, add_generation_prompt=True, use=use)
+        prompt, opened = self._begun_prompt(messages, use, values, begun)
         if len(prompt) >= self.engine.n_ctx:
             raise ContextOverflow(len(prompt) + 1, self.engine.n_ctx, hint)
-        opened = self._format.opened_by(prompt, messages[-1]["content"], lambda: self._generation_prompt(messages, use))
         takes_bare = not ({"schema", "json"} & others.keys())  # else an answer may begin as a call does
         reader = FormatReader(self._tools.format, use.tools, takes_bare) if use.may_call else None
         output = self._format.parser(opened, reader)
@@ -309,23 +362,42 @@ class Conversation(OfOneProcess):
             return n_least
         return len(self._encode(messages, add_generation_prompt=add_generation_prompt))
 
-    def _encode(self, messages: list[Message], *, add_generation_prompt: bool, use: ToolUse = NO_TOOLS) -> list[int]:
+    def _encode(
+        self,
+        messages: list[Message],
+        *,
+        add_generation_prompt: bool,
+        use: ToolUse = NO_TOOLS,
+        values: TemplateValues = NO_VALUES,
+        following: str = "",
+    ) -> list[int]:
+        """Tokens of the messages, and of a text after them."""
         tools = self._tools.declarations(use)
         return self._rendered_by(
             lambda given: self._template.encode(
-                self.engine.tokenizer, given, add_generation_prompt=add_generation_prompt, tools=tools
+                self.engine.tokenizer,
+                given,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                values=values,
+                following=following,
             ),
             messages,
             use,
         )
 
-    def _generation_prompt(self, messages: list[Message], use: ToolUse) -> str:
+    def _generation_prompt(self, messages: list[Message], use: ToolUse, values: TemplateValues) -> str:
         """What the template adds to these messages to begin an answer."""
         tools = self._tools.declarations(use)
-        whole = self._rendered_by(lambda given: self._template.render(given, tools=tools), messages, use)
-        before = self._rendered_by(
-            lambda given: self._template.render(given, add_generation_prompt=False, tools=tools), messages, use
-        )
+
+        def rendered(is_begun: bool) -> str:
+            return self._rendered_by(
+                lambda given: self._template.render(given, add_generation_prompt=is_begun, tools=tools, values=values),
+                messages,
+                use,
+            )
+
+        whole, before = rendered(True), rendered(False)
         return whole.removeprefix(before) if whole.startswith(before) else ""
 
     # ---- Earlier answers ---------------------------------------------------------------------------------------------

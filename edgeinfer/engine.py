@@ -35,7 +35,7 @@ from edgeinfer.completion import Completion, FinishReason, Piece
 from edgeinfer.constraints.options import Wanted, split_options, wanted_of
 from edgeinfer.context_cache.cache import ContextCache
 from edgeinfer.experimental.device_experts import DeviceExperts
-from edgeinfer.logprobs import Score, check_alternatives, score_continuations
+from edgeinfer.logprobs import Score, TokenLogprob, check_alternatives, sampled_logprob, score_continuations
 from edgeinfer.many import (
     Choice,
     Vote,
@@ -61,7 +61,8 @@ from edgeinfer.scheduling.request import Request
 from edgeinfer.scheduling.scheduler import Scheduler
 from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.speculation.pipeline import Speculator
-from edgeinfer.stream import ChoiceOptions, Output, Record, RequestOptions, StopStrings, Stream, Submit
+from edgeinfer.stream import ChoiceOptions, NoteSampled, Output, Record, RequestOptions, StopStrings, Stream, Submit
+from edgeinfer.template_values import Reasoning
 
 if TYPE_CHECKING:
     from edgeinfer.chat import Conversation
@@ -86,6 +87,8 @@ class Loaded:
     n_parallel: int = 1  # most texts that run at once
     tbt: float = DEFAULT_TBT_MS  # milliseconds of a pass that reads a prompt beside texts that run
     room: int | None = None  # bytes that a budget leaves beside the ledger, None without a budget
+    chat_template: str | None = None  # Jinja, or the name of a known one, in place of the file's
+    reasoning: Reasoning = "auto"
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,11 @@ class Engine(OfOneProcess):
     session: the model and its KV cache.  tokenizer, path (of the file), name (the model's own, or the file's), n_ctx,
     memory_plan, device, backend (its name): as loaded.  default_params: of requests that give none, from the file
     (general.sampling.*), or what suits the model if it is a known one.  speculator: makes and checks drafts; None,
-    which may be set between requests, decodes without speculation.  experts: decides about the model's expert cache;
-    None where all experts are in memory.  device_experts: the device that computes some experts beside the CPU, None
-    without one.  contexts: what is kept on disk, None where nothing is.  ledger: what was planned for the whole
-    process; `memory` compares it with what is taken.
+    which may be set between requests, decodes without speculation.  reasoning: whether a model reasons before it
+    answers, as loaded.  experts: decides about the model's expert cache; None where all experts are in memory.
+    device_experts: the device that computes some experts beside the CPU, None without one.  contexts: what is kept on
+    disk, None where nothing is.  ledger: what was planned for the whole process; `memory` compares it with what is
+    taken.
     """
 
     def __init__(
@@ -140,6 +144,7 @@ class Engine(OfOneProcess):
         self.device_experts = helpers.device_experts
         self.contexts = self.scheduler.contexts = helpers.contexts
         self._ledger, self._room = loaded.ledger, loaded.room
+        self._given_template, self.reasoning = loaded.chat_template, loaded.reasoning
         self.has_told_of_system = False  # that its template has no place for a system message
         self._closed = False
 
@@ -265,6 +270,7 @@ class Engine(OfOneProcess):
         params: SamplingParams | None = None,
         progress: Progress | None = None,
         logprobs: int | None = None,
+        sampled_logprobs: bool = False,
         output: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -278,11 +284,13 @@ class Engine(OfOneProcess):
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
         changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
-        and so many of the most likely ones at its place; None for neither.  output: what splits the completion, as
-        Conversation does it: None is all text.  priority: texts with a higher one come first where not all can run.
-        timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun: its first
-        tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.  schema,
-        regex, grammar, choices, json: what it may be, one of them; see edgeinfer.constraints.options.ConstraintOptions.
+        and so many of the most likely ones at its place; None for neither.  sampled_logprobs: these of the distribution
+        that tokens are drawn from, without those that cannot be drawn; not with a constraint.  output: what splits the
+        completion, as Conversation does it: None is all text.  priority: texts with a higher one come first where not
+        all can run.  timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun:
+        its first tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.
+        schema, regex, grammar, choices, json: what it may be, one of them; see
+        edgeinfer.constraints.options.ConstraintOptions.
         Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
         for ids that the model lacks, BackendUnavailable for a constraint without llguidance, BudgetExceeded without
         room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
@@ -293,10 +301,13 @@ class Engine(OfOneProcess):
         limit = min(_most_tokens(max_tokens), self.n_ctx - len(tokens))
         constraint_options, sampling = split_options(options)
         chosen, wanted = self._chosen_params(params, sampling), wanted_of(constraint_options)
+        check_flag("sampled_logprobs", sampled_logprobs)
+        sampled = self._sampled(tokens, chosen, wanted) if sampled_logprobs else None
         constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         drawn = self._begun_tokens(begun, len(tokens), n_alternatives)
-        record = Record(self.tokenizer, len(tokens), StopStrings(stop), chosen, output, n_alternatives, constraint)
+        stops = StopStrings(stop)
+        record = Record(self.tokenizer, len(tokens), stops, chosen, output, n_alternatives, constraint, sampled)
         record.expert_reads = None if self.experts is None else self.experts.reads
         if limit == 0:
             return Stream(_nothing(record), record)
@@ -349,7 +360,8 @@ class Engine(OfOneProcess):
         """
         text, end = ranking_prompt(query, documents, template)
         prompt: Prompt = text + end
-        if template is None and self._file.metadata.get("tokenizer.chat_template") is not None:
+        has_chats = self._given_template is not None or "tokenizer.chat_template" in self._file.metadata
+        if template is None and has_chats:
             messages = [{"role": "user", "content": text}]
             asked = self.template.encode(self.tokenizer, messages, add_generation_prompt=True)
             prompt = [*asked, *self.tokenize(end.lstrip(), add_special=False)]
@@ -362,10 +374,13 @@ class Engine(OfOneProcess):
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template of the file, which only a chat needs. Raises TemplateError if there is none that works."""
+        """The chat template, of the file or as it was given, which only a chat needs.
+
+        Raises TemplateError if there is none that works.
+        """
         from edgeinfer.models.chat_template import ChatTemplate
 
-        return ChatTemplate.from_file(self._file, self.tokenizer)
+        return ChatTemplate.from_file(self._file, self.tokenizer, self._given_template)
 
     @cached_property
     def output_format(self) -> OutputFormat:
@@ -485,6 +500,18 @@ class Engine(OfOneProcess):
             n_vocab = self.tokenizer.n_vocab
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
         return chosen
+
+    def _sampled(self, prompt: list[int], params: SamplingParams, wanted: Wanted | None) -> NoteSampled:
+        """What says how likely tokens of a text were to be drawn. Raises InvalidArgument."""
+        if wanted is not None:
+            raise InvalidArgument("sampled_logprobs are those of free texts: leave out the constraint")
+        breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None
+        n_vocab = self.tokenizer.n_vocab
+
+        def noted(logits: Logits, token: int, n_top: int, drawn: list[int]) -> TokenLogprob:
+            return sampled_logprob(logits[:n_vocab], token, n_top, params, prompt + drawn, breakers)
+
+        return noted
 
     def _request(
         self,

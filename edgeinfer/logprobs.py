@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from edgeinfer.backends.base import Session, run_sequence
 from edgeinfer.common.arguments import check_integer
 from edgeinfer.common.errors import NumericalError
 from edgeinfer.common.types import Logits
+from edgeinfer.repetition import Breakers
+from edgeinfer.sampling import SamplingParams, adjusted, candidates
 
 MOST_ALTERNATIVES = 1000
 
@@ -56,6 +59,35 @@ def token_logprob(logits: Logits, token: int, n_top: int = 0) -> TokenLogprob:
     total = _sampler.log_total(logits)
     ids = _sampler.candidates(logits, n_top, 1.0, 0.0) if 0 < n_top < len(logits) else _in_order(logits, n_top)
     return TokenLogprob(token, float(logits[token]) - total, tuple((id, float(logits[id]) - total) for id in ids))
+
+
+def sampled_logprob(
+    logits: Logits,
+    token: int,
+    n_top: int,
+    params: SamplingParams,
+    previous: Sequence[int],
+    breakers: Breakers | None = None,
+) -> TokenLogprob:
+    """The same of the distribution that the token was drawn from: after bias, penalties, filters and temperature.
+
+    logits: (n_vocab,) as for token_logprob.  previous, breakers: as for `sample`.  `top` has no token that could not
+    be drawn, so it may have fewer than n_top.
+    """
+    if params.is_greedy:
+        return TokenLogprob(token, 0.0, ((token, 0.0),) if n_top else ())
+    changed = adjusted(np.ascontiguousarray(logits), params, previous, breakers)
+    ids = candidates(changed, params)
+    scaled = changed[ids].astype(np.float64) / params.temperature
+    scaled -= scaled.max()
+    scaled -= math.log(float(np.exp(scaled).sum()))
+    order = np.lexsort((ids, -scaled))[:n_top]
+    of_token = scaled[ids == token]
+    return TokenLogprob(
+        token,
+        float(of_token[0]) if len(of_token) else -math.inf,
+        tuple((int(ids[at]), float(scaled[at])) for at in order if math.exp(scaled[at]) > 0),
+    )
 
 
 def score_continuations(

@@ -43,12 +43,15 @@ class RequestOptions(ChoiceOptions, total=False):
     params: SamplingParams | None
     progress: Progress | None
     logprobs: int | None
+    sampled_logprobs: bool
     priority: int
     timeout: float | None
     begun: SequenceOf[int]
 
 
 Submit: TypeAlias = Callable[[], Sequence]
+NoteSampled: TypeAlias = Callable[[Logits, int, int, list[int]], TokenLogprob]
+"""How likely a token was to be drawn, of logits, with so many alternatives, after the tokens drawn before."""
 
 
 class Stream(OfOneProcess, Iterator[Piece]):
@@ -199,8 +202,13 @@ class Record:
         output: Output | None = None,
         n_alternatives: int | None = None,
         constraint: ConstraintState | None = None,
+        sampled: NoteSampled | None = None,
     ) -> None:
-        """n_alternatives: of each place, beside the log probability of its token; None notes neither."""
+        """n_alternatives: of each place, beside the log probability of its token; None notes neither.
+
+        sampled: what notes them of the distribution that tokens are drawn from, None for the model's own.
+        """
+        self._sampled = sampled
         self.params = params
         self.constraint = constraint
         self.n_cached = 0
@@ -236,7 +244,12 @@ class Record:
 
     def note(self, logits: Logits, token: int) -> None:
         """Note how likely a token was that is pushed later, in the same order. logits: that it was drawn from."""
-        if self._n_alternatives is not None:
+        if self._n_alternatives is None:
+            return
+        if self._sampled is not None:
+            drawn = [each.token for each in self.logprobs]
+            self.logprobs.append(self._sampled(logits, token, self._n_alternatives, drawn))
+        else:
             self.logprobs.append(token_logprob(logits[: self._tokenizer.n_vocab], token, self._n_alternatives))
 
     def forget(self, n: int) -> None:

@@ -33,11 +33,12 @@ from edgeinfer.models.template_sandbox.environment import ENVIRONMENT
 from edgeinfer.models.template_sandbox.errors import is_of_template
 from edgeinfer.models.tokenizer import Tokenizer
 
-__all__ = ["CHATML", "MAX_LENGTH", "MAX_SOURCE_BYTES", "STEPS_A_PAIR", "ChatTemplate"]
+__all__ = ["CHATML", "MAX_LENGTH", "MAX_SOURCE_BYTES", "STEPS_A_PAIR", "ChatTemplate", "check_values"]
 
 MAX_SOURCE_BYTES = 256 << 10
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]] | None
+Values: TypeAlias = Mapping[str, Any]
 
 CHATML = (
     "{% for message in messages %}"
@@ -76,11 +77,25 @@ def _copied(value: Any, depth: int = 0) -> Any:
     )
 
 
+# What a template is given in any case, or has as a function; and what Jinja calls its own.
+_OWN = frozenset(
+    "messages add_generation_prompt tools documents bos_token eos_token raise_exception strftime_now self loop".split()
+)
+
+
+def check_values(given: Values) -> dict[str, Any]:
+    """Further variables of a template, as it gets them. Raises TemplateError for names that are none of theirs."""
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name in _OWN or name in ENVIRONMENT.globals:
+            raise TemplateError(f"a chat template gets no value named {name!r:.60} from outside: leave it out")
+    return {name: _copied(value) for name, value in given.items()}
+
+
 class ChatTemplate:
     """Turns messages into the prompt that a model was trained on. Any number of threads may use one.
 
     source: Jinja, with what transformers gives to it: messages, add_generation_prompt, bos_token, eos_token, tools,
-    documents (always none), raise_exception, strftime_now, tojson.
+    documents (always none), raise_exception, strftime_now, tojson, and further values such as enable_thinking.
     """
 
     def __init__(
@@ -105,12 +120,13 @@ class ChatTemplate:
             raise TemplateError(f"the chat template is broken: {type(error).__name__}: {error!s:.200}") from error
 
     @classmethod
-    def from_file(cls, file: ModelFile, tokenizer: Tokenizer) -> ChatTemplate:
+    def from_file(cls, file: ModelFile, tokenizer: Tokenizer, given: str | None = None) -> ChatTemplate:
         """The template of a model file; ChatML where it has none but its vocabulary is made for that.
 
-        Raises TemplateError, also for one whose prompts do not have the user's message in them.
+        given: used instead: Jinja, or the name of a known template.  Raises TemplateError, also for one whose prompts
+        do not have the user's message in them.
         """
-        source = source_of(tokenizer.chat_template)
+        source = source_of(tokenizer.chat_template if given is None else given)
         if source is None:
             if tokenizer.token_id("<|im_start|>") is None:
                 raise TemplateError(
@@ -122,7 +138,8 @@ class ChatTemplate:
         template = cls(source, bos, eos)
         template._form = form_of(template.render)
         if template._form is None:
-            raise TemplateError(f"{file.path}: the chat template leaves out what the user says: it is damaged")
+            place = f"{file.path}: the chat template" if given is None else "the chat template that was given"
+            raise TemplateError(f"{place} leaves out what the user says: it is damaged")
         return template
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -140,14 +157,20 @@ class ChatTemplate:
         return self._source
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, tools: Tools = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Tools = None,
+        values: Values | None = None,
     ) -> str:
         """The prompt as text. Raises TemplateError: refused by the template, too slow, too long.
 
         messages: each with role and content.  add_generation_prompt: the answer of the assistant is begun.  tools: in
-        OpenAI's form, None for none; a template may know nothing of them.
+        OpenAI's form, None for none; a template may know nothing of them.  values: further variables of the template,
+        such as enable_thinking, of which their texts are no more trusted than a message.
         """
-        return plain(self._written(messages, add_generation_prompt, tools))
+        return plain(self._written(messages, add_generation_prompt, tools, values or {}))
 
     def encode(
         self,
@@ -156,34 +179,43 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         tools: Tools = None,
+        values: Values | None = None,
+        following: str = "",
     ) -> list[int]:
         """The prompt as token ids, with special tokens only where the template itself wrote them.
 
         Equal to tokenizer.encode(render(messages), parse_special=True) where no message has the text of a protected
         token (see Tokenizer.protected); there it stays text, whatever the template does with it. The texts of a message
         may be edgeinfer.models.provenance.Text: those of their characters that are trusted count as the template's own.
-        Begins with one begin token if the file needs one. Raises TemplateError.
+        following: comes after what the template wrote, as the beginning of an answer does.  Begins with one begin token
+        if the file needs one. Raises TemplateError.
         """
-        ids = tokenizer.encode_rendered(self._written(messages, add_generation_prompt, tools), self._source)
+        written = self._written(messages, add_generation_prompt, tools, values or {})
+        ids = tokenizer.encode_rendered(joined([written, following]) if following else written, self._source)
         first = next((id for id in ids if tokenizer.token_bytes(id).strip()), None)  # some write a new line before it
         if tokenizer.add_bos and tokenizer.bos_id is not None and first != tokenizer.bos_id:
             ids.insert(0, tokenizer.bos_id)
         return ids
 
-    def _written(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools) -> str:
+    def _written(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools, values: Values
+    ) -> str:
         """The prompt of messages in the form that the template takes."""
         if self._form is None:
-            return self._render(messages, add_generation_prompt, tools)
+            return self._render(messages, add_generation_prompt, tools, values)
         try:
-            return self._render(self._form.applied(messages), add_generation_prompt, tools)
+            return self._render(self._form.applied(messages), add_generation_prompt, tools, values)
         except TemplateError:
             if len(joined_turns := with_turns_joined(messages)) == len(messages):
                 raise
-        return self._render(self._form.applied(joined_turns), add_generation_prompt, tools)
+        return self._render(self._form.applied(joined_turns), add_generation_prompt, tools, values)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: Tools, values: Values
+    ) -> str:
         copies = _copied(messages)
-        values = {
+        variables = {
+            **check_values(values),
             "messages": copies,
             "add_generation_prompt": add_generation_prompt,
             "tools": None if tools is None else _copied(tools),
@@ -192,7 +224,7 @@ class ChatTemplate:
         }
         before = BUDGET.set(Budget(len(copies) if isinstance(copies, list) else 0))
         try:
-            return _collected(self._template.generate(values))
+            return _collected(self._template.generate(variables))
         except TemplateError:
             raise
         except SecurityError as error:

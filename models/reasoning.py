@@ -159,6 +159,11 @@ class OutputFormat:
         may_be_message = message.rstrip().endswith(begun.rstrip()) and not is_trusted(begun.rstrip())
         return "" if may_be_message and not generation_prompt().endswith(begun) else begun
 
+    def closing_of(self, opened: str) -> str:
+        """The mark that ends a reasoning which the prompt has opened so, "" where it is a channel."""
+        coded = self.coded_text(opened)
+        return next((self.text(closing) for opening, closing in self.reasoning if coded.startswith(opening)), "")
+
     def may_open(self, opened: str) -> bool:
         """Whether the template could have written this at the end of a prompt: no special tokens but marks."""
         return set(filter(self.is_special, self.coded_text(opened))) <= self._mark_codes

@@ -30,6 +30,7 @@ from edgeinfer.cli.options import (
     sampling_given,
     sampling_options,
     stop_option,
+    template_options,
 )
 from edgeinfer.cli.streams import writing_result
 from edgeinfer.cli.terminal import ReportLines, note
@@ -50,6 +51,7 @@ _LINE_SECONDS = 10.0  # between lines about a run whose length is not known
 @out_option(OutputName(dir_okay=False), required=True, help="The file of the answers, or - for standard output.")
 @overwrite_option
 @model_options
+@template_options
 @backend_option
 @stop_option
 @constraint_options

@@ -27,6 +27,7 @@ from edgeinfer.cli.options import (
     sampling_given,
     sampling_options,
     stop_option,
+    template_options,
     text_argument,
     text_or_prompt,
     variable_option,
@@ -64,6 +65,7 @@ def chat_options(command: Command) -> Command:
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
 @text_argument
 @model_options
+@template_options
 @backend_option
 @chat_options
 @stop_option

@@ -32,8 +32,9 @@ _SAMPLING = (
     *("dry_sequence_breakers", "logit_bias", "loop_guard"),
 )
 _CONSTRAINTS = ("json_schema", "json_schema_file", "grammar", "grammar_file", "regex", "choices")
+_TEMPLATE = ("chat_template", "chat_template_file", "reasoning")
 _ASKED = {
-    "Model": (*_MODEL, "tbt"),
+    "Model": (*_MODEL, *_TEMPLATE, "tbt"),
     "Text": ("prompt", "file", "system", "escape", "session_name", "resume", "list_sessions", "no_history"),
     "Output": ("predict", "stop", "samples", "first", "as_json", "logprobs", "quiet", "plain", "show_reasoning"),
     "Sampling": _SAMPLING,
@@ -46,8 +47,9 @@ GROUPS: Mapping[str, Mapping[str, Sequence[str]]] = {  # of each command that ha
     "generate": _ASKED,
     "batch": {**_ASKED, "Output": ("out", "overwrite", "predict", "stop", "quiet")},
     "serve": {
-        "Model": (*_MODEL, "others", "aliases", "any_model", "tbt"),
-        "Server": ("host", "port", "api_key_file", "no_auth", "hosts", "origins", "quiet"),
+        "Model": (*_MODEL, "others", "aliases", "tags", "any_model", *_TEMPLATE, "tbt"),
+        "Server": ("host", "port", "api_key_file", "no_auth", "hosts", "origins", "page", "slots", "verbose", "quiet"),
+        "Sampling, where a request says nothing": ("predict", *_SAMPLING, "escape"),
         "Memory": (*_MEMORY, *_EXPERTS),
         "Speculation": _SPECULATION,
     },

@@ -22,6 +22,7 @@ from edgeinfer.common.settings import MAX_PARALLEL, CacheType, TernaryBits, opti
 from edgeinfer.common.user_text import decoded
 from edgeinfer.loading.options import BackendName, LoadKeywords, LoadOptions
 from edgeinfer.speculation.draft_names import MODEL_FREE, OWN_BLOCK
+from edgeinfer.template_values import REASONING
 
 if TYPE_CHECKING:
     from edgeinfer.engine import Engine
@@ -209,6 +210,10 @@ def load_keywords(flags: dict[str, Any]) -> LoadKeywords:
     """The flags about loading as keywords of `load`, without those that are None."""
     given = {name: flags[name] for name in options_of(LoadOptions) if flags.get(name) is not None}
     given |= {} if (cache_type := _cache_type_of(flags)) is None else {"cache_type": cache_type}
+    if (file := flags.get("chat_template_file")) is not None:
+        if "chat_template" in given:
+            raise click.UsageError("--chat-template and --chat-template-file both give a template: leave one out")
+        given["chat_template"] = file
     return cast("LoadKeywords", given | {"draft": draft_of(flags)})
 
 
@@ -289,6 +294,15 @@ _MODEL_OPTIONS = (
 )
 backend_option = load_option(
     "backend", type=Choice(_BACKENDS, **{_SIMULATED: "`edgeinfer fpga simulate` runs a model on this backend."})
+)
+_TEMPLATE_OPTIONS = (
+    load_option("chat_template"),
+    variable_option(
+        "--chat-template-file",
+        type=FileName(exists=True, dir_okay=False),
+        help="A file with such a chat template.",
+    ),
+    load_option("reasoning", type=click.Choice(REASONING)),
 )
 # The defaults are those of SamplingParams, repeated here because importing it would make `--help` slow.
 _SAMPLING_OPTIONS = (
@@ -388,6 +402,11 @@ def model_options(command: Command) -> Command:
 def plan_options(command: Command) -> Command:
     """Adds -c, --cache-type and the other options that a plan takes as `load` does; see load_keywords."""
     return _with(command, _PLAN_OPTIONS)
+
+
+def template_options(command: Command) -> Command:
+    """Adds --chat-template, --chat-template-file and --reasoning, for commands that answer chats."""
+    return _with(command, _TEMPLATE_OPTIONS)
 
 
 def sampling_options(command: Command) -> Command:

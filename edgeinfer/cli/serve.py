@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,9 +17,13 @@ from edgeinfer.cli.options import (
     FileName,
     backend_option,
     load_keywords,
+    max_tokens,
     model_options,
     open_engine,
     quiet_option,
+    sampling_given,
+    sampling_options,
+    template_options,
     variable_option,
     warnings_as_notes,
 )
@@ -34,7 +39,12 @@ _KEY = "EDGEINFER_API_KEY"  # the key itself, which is no flag: others see those
 
 
 @click.command(cls=ModelCommand, model="model", draft="model_draft", finds=False)
-@variable_option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0: all.")
+@variable_option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on, or several with commas between them; 0.0.0.0: all.",
+)
 @variable_option(
     "--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on, 0: a free one."
 )
@@ -58,8 +68,18 @@ _KEY = "EDGEINFER_API_KEY"  # the key itself, which is no flag: others see those
     help="Further models, loaded when they are asked for, within the budget; may be repeated.",
 )
 @click.option("--any-model", is_flag=True, help="Answer whatever model a request names.")
+@click.option("--tags", metavar="TAG,...", help="Tags of the model in /v1/models, with commas between them.")
+@click.option("--slots/--no-slots", "slots", default=True, help="Show at /slots what runs.  [default: slots]")
+@click.option("--ui/--no-ui", "--webui/--no-webui", "page", default=True, help="Show the page at /.  [default: ui]")
+@click.option(
+    *("-v", "--verbose", "--log-verbose", "verbose"),
+    is_flag=True,
+    help="Send the prompt with each answer of OpenAI's dialect, as __verbose.",
+)
 @model_options
+@template_options
 @backend_option
+@sampling_options
 @quiet_option
 def serve(
     host: str,
@@ -71,6 +91,10 @@ def serve(
     aliases: tuple[str, ...],
     others: tuple[Path, ...],
     any_model: bool,
+    tags: str | None,
+    slots: bool,
+    page: bool,
+    verbose: bool,
     quiet: bool,
     **flags: Any,
 ) -> None:
@@ -83,21 +107,26 @@ def serve(
 
     open_uvicorn(), open_routing()  # before a model is loaded
     from edgeinfer.server.limits import Limits
-    from edgeinfer.server.server import Server
+    from edgeinfer.server.server import Server, Shown
     from edgeinfer.server.serving import bind
     from edgeinfer.server.serving import serve as run
 
     if others and any_model:
         raise click.UsageError("--any-model answers with one model: leave out --models")
-    access = _access(host, api_key_file, no_auth, hosts, origins)
+    addresses = list(dict.fromkeys(filter(None, (each.strip() for each in host.split(",")))))
+    access = _access(addresses, api_key_file, no_auth, hosts, origins)
+    sampling_given(flags)  # refuses values out of range, before a model is loaded
+    shown = Shown(page, slots, verbose, [each.strip() for each in (tags or "").split(",") if each.strip()])
     with ExitStack() as opened:
-        listening = opened.enter_context(bind(host, port))
+        listening = [opened.enter_context(bind(addresses[0], port))]
+        at = listening[0].getsockname()[1]
+        listening += [opened.enter_context(bind(each, at)) for each in addresses[1:]]
         models, n_parallel = _models(flags, aliases, others, any_model, opened)
-        server = Server(models, Limits(), access, n_parallel, _silent if quiet else _log)
-        address, at = listening.getsockname()[:2]
-        place = f"[{address}]" if ":" in address else address
-        names = ", ".join(models.names())
-        run(server, listening, lambda stop: note(f"{names}: listening on http://{place}:{at}"))
+        limits, log = Limits(predict=max_tokens(flags)), _silent if quiet else _log
+        server = Server(models, limits, access, n_parallel, log, shown)
+        places = [f"[{each}]" if ":" in each else each for each in (one.getsockname()[0] for one in listening)]
+        told = f"{', '.join(models.names())}: listening on {', '.join(f'http://{place}:{at}' for place in places)}"
+        run(server, listening, lambda stop: note(told))
 
 
 def _models(
@@ -113,7 +142,7 @@ def _models(
     n_beside = n_threads(flags["parallel"] or DEFAULT_PARALLEL, Limits())
     if not others:
         expect_threads(n_beside)
-        engine = opened.enter_context(open_engine(flags))
+        engine = opened.enter_context(_with_defaults(open_engine(flags), flags))
         return Models(_served(engine, flags, aliases), any_model), engine.scheduler.n_parallel
     from edgeinfer.memory.limit import limit_of, parse_budget
     from edgeinfer.memory.process import resident_bytes
@@ -123,7 +152,10 @@ def _models(
     budget = limit_of(parse_budget(flags["budget"]), resident_bytes(), flags["n_threads"] or 1).n_bytes
     budget -= n_beside * THREAD_BYTES
     is_given = flags["model"] is not None or flags["hf_repo"] is not None
-    first = _served(opened.enter_context(open_engine(flags)), flags, aliases) if is_given else None
+    if not is_given and (flags["chat_template"] or flags["chat_template_file"]):
+        raise click.UsageError("a chat template is for one model: name that with -m")
+    own = opened.enter_context(_with_defaults(open_engine(flags), flags)) if is_given else None
+    first = None if own is None else _served(own, flags, aliases)
     loader = opened.enter_context(ThreadPoolExecutor(1, "edgeinfer-load"))
     models = SeveralModels(files, lambda path, n_bytes: _load(path, n_bytes, flags), budget, loader, first)
     opened.callback(models.close)
@@ -134,11 +166,17 @@ def _load(path: Path, n_bytes: int | None, flags: dict[str, Any]) -> Engine:
     """Load a model that was asked for, without a bar."""
     from edgeinfer.loading.open import load
 
-    keywords = load_keywords(flags)
+    keywords = load_keywords({**flags, "chat_template": None, "chat_template_file": None})
     if n_bytes is not None:
         keywords["budget"] = n_bytes
     with warnings_as_notes():
-        return load(path, **keywords)
+        return _with_defaults(load(path, **keywords), flags)
+
+
+def _with_defaults(engine: Engine, flags: dict[str, Any]) -> Engine:
+    """The engine, whose requests have the sampling parameters of the flags where they give none."""
+    engine.default_params = engine.default_params.changed(sampling_given(flags))
+    return engine
 
 
 def _files(others: tuple[Path, ...]) -> dict[str, Path]:
@@ -164,7 +202,7 @@ def _silent(line: str) -> None:
 
 
 def _access(
-    host: str, api_key_file: Path | None, no_auth: bool, hosts: tuple[str, ...], origins: tuple[str, ...]
+    addresses: Sequence[str], api_key_file: Path | None, no_auth: bool, hosts: tuple[str, ...], origins: tuple[str, ...]
 ) -> Access:
     """Who may ask. Raises click.UsageError for a server of other machines without a key."""
     from edgeinfer.server.access import Access, is_loopback, read_keys
@@ -173,10 +211,13 @@ def _access(
     if api_key_file is None and os.environ.get(_KEY):
         lines = [os.environ[_KEY]]
     keys = read_keys(lines) if lines or api_key_file is not None else ()
-    is_local = is_loopback(host.lower())
+    if not addresses:
+        raise click.UsageError("--host names no address")
+    is_local = all(is_loopback(each.lower()) for each in addresses)
     if not is_local and not keys and not no_auth:
         raise click.UsageError(
-            f"--host {host} lets other machines ask: give --api-key-file FILE, or --no-auth if that is meant"
+            f"--host {','.join(addresses)} lets other machines ask: give --api-key-file FILE, or --no-auth if that is "
+            "meant"
         )
     return Access(keys, is_local, frozenset(name.lower() for name in hosts), frozenset(origins))
 

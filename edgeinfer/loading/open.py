@@ -18,6 +18,7 @@ from edgeinfer.loading.contexts import open_contexts
 from edgeinfer.loading.ledger import give_back_freed
 from edgeinfer.loading.options import FileName, LoadKeywords, LoadOptions
 from edgeinfer.loading.plan import plan_load, warn_of_dropped
+from edgeinfer.loading.templates import read_template
 from edgeinfer.models.draft_head import is_draft_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
         raise UnsupportedModel(f"{file.path}: a draft head, which drafts for a model: name that one, and this with -md")
     if ignored := default_params(file)[1]:
         warn(f"{file.path}: ignored are {'; '.join(ignored)}")
+    template = None if options.chat_template is None else read_template(options.chat_template)
     plan = plan_load(file, options)
     opened.callback(plan.close)
     plan.tell()
@@ -83,7 +85,11 @@ def _load_file(file: ModelFile, options: LoadOptions, opened: ExitStack) -> Engi
     file.unmap()
     give_back_freed()
     n_parallel, name = planned.plan.n_sequences, planned.backend.name
-    loaded = Loaded(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt, plan.room)
+    loaded = Loaded(
+        *(file, planned.plan, planned.device, name, plan.ledger, n_parallel, options.tbt, plan.room),
+        chat_template=template,
+        reasoning=options.reasoning,
+    )
     return Engine(session, tokenizer, loaded, opened.pop_all(), Helpers(speculator, experts, device_experts, contexts))
 
 

@@ -28,6 +28,7 @@ from edgeinfer.common.settings import (
     room_of,
 )
 from edgeinfer.common.sizes import SizeRequest
+from edgeinfer.template_values import REASONING, Reasoning
 
 BackendName: TypeAlias = Literal["auto", "native", "reference", "llama.cpp", "opencl", "onnx", "fpga-sim"]
 TernaryChoice: TypeAlias = Literal["auto"] | TernaryBits
@@ -43,6 +44,8 @@ class LoadKeywords(PlanKeywords, total=False):
     n_ctx: int | None
     n_threads: int | None
     backend: BackendName
+    chat_template: FileName | None
+    reasoning: Reasoning
     ternary_bits: TernaryChoice
     cache_disk: str | int | None
     expert_cache: str | int | None
@@ -117,6 +120,14 @@ def _file(name: str, value: object) -> object:
     return value
 
 
+def _chat_template(name: str, value: object) -> object:
+    if not isinstance(value, (str, os.PathLike)) or not os.fsdecode(value).strip():
+        raise InvalidArgument(
+            f"{name} must be Jinja, the name of a known template, or the Path of a file: found {shown(value)}"
+        )
+    return value
+
+
 def _flag(name: str, value: object) -> object:
     check_flag(name, value)
     return value
@@ -184,6 +195,27 @@ class LoadOptions(PlanOptions):
         help="What runs the model; auto: native, or llama.cpp for models that native does not run.",
         text='what runs the model. "auto" is native; with a RuntimeWarning it is llama.cpp for a model that native '
         "does not support, and the reference where native does not run.",
+    )
+    chat_template: FileName | None = option(
+        None,
+        "--chat-template",
+        check=or_none(_chat_template),
+        metavar="JINJA|NAME",
+        help="Chat template in place of the file's: Jinja, or the name of a known one (chatml, llama3).",
+        text="the chat template in place of the file's, for one that is broken or missing: Jinja, the name of one that "
+        'llama.cpp has built in ("chatml", "llama3"), or the pathlib.Path of a file of at most 256 KiB with either. '
+        "It runs in the same sandbox as the file's; formats of tool calls and marks of reasoning are those of the "
+        "template that is used. A template that is broken raises TemplateError before anything is loaded.",
+    )
+    reasoning: Reasoning = option(
+        "auto",
+        "-rea",
+        "--reasoning",
+        check=one_of(*REASONING),
+        help="Whether a model that can do both reasons before it answers: auto (as its template has it), on, off.",
+        text="whether a model that can do both reasons before it answers: its template gets enable_thinking and "
+        'thinking, true for "on" and false for "off", and with "off" a reasoning that the template opens all the same '
+        'is ended at once. "auto" gives neither. chat_template_kwargs of a request go before it.',
     )
     ternary_bits: TernaryChoice = option(
         "auto",

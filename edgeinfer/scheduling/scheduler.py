@@ -73,6 +73,7 @@ class Scheduler:
         self._condition = threading.Condition(threading.RLock())
         self._leader: int | None = None  # the thread that makes passes
         self._n_asked = 0
+        self.n_passes = self.n_in_passes = 0  # passes of the model so far, and the texts in them, each counted anew
         self.n_put_aside = 0  # of those that run no longer because others needed the memory, so far
         self._waiting: list[Sequence] = []  # for a place
         self._running: list[Sequence] = []  # with a place, the oldest first
@@ -341,6 +342,8 @@ class Scheduler:
 
     def _forward(self, chosen: _Pass) -> list[Output]:
         """One output for each text of the pass: those with drafts, those without, those that read."""
+        self.n_passes += 1
+        self.n_in_passes += len(chosen.sequences)
         rows = []
         if chosen.verify is not None:
             rows = [

@@ -34,6 +34,7 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/v1/health": {"GET": health},
     "/metrics": {"GET": metrics},
     "/v1/chat/completions": {"POST": chat.chat},
+    "/v1/chat/completions/input_tokens": {"POST": chat.count_tokens},
     "/v1/completions": {"POST": completions.complete},
     "/v1/responses": {"POST": responses.respond},
     "/v1/models": {"GET": models.list_models},
@@ -50,6 +51,8 @@ ROUTES: Mapping[str, Mapping[str, Handler]] = {  # by path and method
     "/props": {"GET": llama_tokens.props},
     "/slots": {"GET": llama_tokens.slots},
     "/chat/completions": {"POST": chat.chat},
+    "/chat/completions/input_tokens": {"POST": chat.count_tokens},
+    "/responses": {"POST": responses.respond},
     "/models": {"GET": models.list_models},
     "/api/version": {"GET": ollama_models.version},
     "/api/tags": {"GET": ollama_models.tags},
@@ -66,6 +69,7 @@ _ERRORS: Mapping[str, ErrorOf] = {  # by the beginning of a path; all others are
     "/api/": ollama_common.error_of,
     "/v1/messages": anthropic_common.error_of,
     **dict.fromkeys(_LLAMA, llama_completion.error_of),
+    "/chat/completions": common.llama_error_of,
 }
 _CORS = {
     "access-control-allow-methods": "GET, POST, OPTIONS",

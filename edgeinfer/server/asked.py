@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from edgeinfer.chat import Conversation
@@ -16,6 +17,7 @@ from edgeinfer.message import Message
 from edgeinfer.sampling import SamplingOptions
 from edgeinfer.server.fill_in import fill_in_prompt
 from edgeinfer.server.limits import Limits
+from edgeinfer.server.pace import Pace
 from edgeinfer.server.problem import Problem
 from edgeinfer.stream import RequestOptions, Stream
 
@@ -56,8 +58,8 @@ class Asked:
     """A request.
 
     model: its name, None for the server's own.  messages: of a chat, None where `prompts` are completed.  options: as
-    for Engine.stream.  tools: tools, tool_choice and parallel_tool_calls, as for Conversation.stream.  n: samples of
-    each.  ignored: parameters that change nothing here.
+    for Engine.stream.  tools: tools, tool_choice and parallel_tool_calls, as for Conversation.stream.  template:
+    chat_template_kwargs, likewise.  n: samples of each.  ignored: parameters that change nothing here.
     """
 
     model: str | None = None
@@ -65,6 +67,7 @@ class Asked:
     prompts: Sequence[Prompt] = ()
     options: RequestOptions = field(default_factory=lambda: RequestOptions())
     tools: dict[str, Any] = field(default_factory=dict)
+    template: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     is_stream: bool = False
     prepare: Callable[[Engine], None] = lambda engine: None  # called first of all, in a thread
@@ -73,7 +76,13 @@ class Asked:
     suffix: str = ""  # what comes after the text that is asked for
     has_scores: bool = False  # whether the tokens of prompts are scored too
     scores: list[Score] = field(default_factory=list)  # of the prompts but their first tokens, once there are streams
-    prompt_tokens: list[Sequence[int]] = field(default_factory=list)
+    prompt_tokens: list[Sequence[int]] = field(default_factory=list)  # of chats only where they are shown
+    # What llama.cpp's clients may ask to see: the prompt with the answer, its progress, times of each part.
+    shows_prompt: bool | None = None  # None: as the server does
+    tells_progress: bool = False
+    tells_times: bool = False
+    tell_read: Callable[[int, float], None] | None = None  # called with a text and how much of its prompt is read
+    paces: dict[int, Pace] = field(default_factory=dict)  # of the texts, once there is something to tell
 
     @property
     def n_texts(self) -> int:
@@ -99,38 +108,63 @@ class Asked:
         """Its texts: the samples of the first prompt, of the second one, and so on. Raises as Engine.stream."""
         self.prepare(engine)
         options = cast(RequestOptions, {**self.options, "timeout": self._seconds(limits)})
+        if limits.predict is not None and "max_tokens" not in options:
+            options["max_tokens"] = limits.predict
         if self.messages is None:
-            for prompt in self.prompts:
+            for at, prompt in enumerate(self.prompts):
                 # In tokens, so that samples need not be cut into them again.
                 tokens = self._tokens(engine, prompt)
                 self.prompt_tokens.append(tokens)
                 if self.has_scores:
                     self.scores += engine.score(tokens[:1], [tokens[1:]]) if len(tokens) > 1 else [Score((), True)]
-                yield from _samples(lambda given, tokens=tokens: engine.stream(tokens, **given), options, self.n)  # type: ignore[misc]
+                yield from self._samples(lambda given, tokens=tokens: engine.stream(tokens, **given), options, at)  # type: ignore[misc]
             return
-        conversation = Conversation(engine)
-        conversation.messages = self.messages
-        yield from _samples(lambda given: conversation.stream(**given, **self.tools), options, self.n)
+        conversation = self._conversation(engine)
+        if self.shows_prompt:
+            self.prompt_tokens.append(self.prompt_of_chat(engine))
+        yield from self._samples(lambda given: conversation.stream(**given, **self.tools, **self.template), options, 0)
 
     def _tokens(self, engine: Engine, prompt: Prompt) -> Sequence[int]:
         if self.suffix:
             return fill_in_prompt(engine, prompt if isinstance(prompt, str) else engine.detokenize(prompt), self.suffix)
         return engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
+    def _samples(self, make: MakeStream, options: RequestOptions, at: int) -> Iterator[Stream]:
+        """Those of a prompt. Sample i is what the seed + i gives alone, as with Engine.samples."""
+
+        def told(given: dict[str, Any], number: int) -> RequestOptions:
+            if self.tell_read is not None:
+                given["progress"] = partial(self.tell_read, at * self.n + number)
+            return cast(RequestOptions, given)
+
+        first = make(told({**options}, 0))
+        params = first.params
+        yield first
+        others = {name: value for name, value in options.items() if name not in SamplingOptions.__annotations__}
+        for number in range(1, self.n):
+            seed = seed_of_sample(cast(int, params.seed), number)
+            yield make(told({**others, "params": replace(params, seed=seed)}, number))
+
+    def prompt_of_chat(self, engine: Engine) -> list[int]:
+        """Tokens of the prompt that its messages make. Raises TemplateError, InvalidArgument."""
+        return self._conversation(engine).prompt(**self.tools, **self.template)
+
+    def _conversation(self, engine: Engine) -> Conversation:
+        conversation = Conversation(engine)
+        conversation.messages = self.messages or []
+        return conversation
+
+    def prompt_text(self, engine: Engine, number: int) -> str:
+        """The prompt of a text, with its special tokens as they are written."""
+        return engine.detokenize(self.prompt_tokens[number // self.n])
+
+    def times(self, number: int) -> dict[str, Any]:
+        """What a part of a text says of its times: nothing, unless that was asked for."""
+        return {"timings": self.paces[number].timings()} if self.tells_times and number in self.paces else {}
+
     def _seconds(self, limits: Limits) -> float:
         given = self.options.get("timeout")
         return limits.request_seconds if given is None else min(given, limits.request_seconds)
-
-
-def _samples(make: MakeStream, options: RequestOptions, n: int) -> Iterator[Stream]:
-    """Sample i is what the seed + i gives alone, as with Engine.samples."""
-    first = make(options)
-    params = first.params
-    yield first
-    others = {name: value for name, value in options.items() if name not in SamplingOptions.__annotations__}
-    for number in range(1, n):
-        given = {**others, "params": replace(params, seed=seed_of_sample(cast(int, params.seed), number))}
-        yield make(cast(RequestOptions, given))
 
 
 def check_seconds(value: object) -> float | None:

@@ -18,6 +18,7 @@ class Limits:
     tools: int = 128
     schemas: int = 256 << 10  # of all tools, as JSON
     samples: int = 64  # texts of one request
+    predict: int | None = None  # most tokens of a text that asks for no number; None for what the context has
     queue: int = 64  # texts that wait for a place, after which requests are refused
     of_key: int = 8  # requests of one key at once, where there are several keys
     connections: int = 256

@@ -44,6 +44,9 @@ class Metrics:
     steps: Counter[str] = field(default_factory=Counter)  # of speculation
     first_token: Summary = field(default_factory=Summary)
     between_tokens: Summary = field(default_factory=Summary)
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    longest: int = 0  # tokens of prompt and answer together
 
     def count(self, completion: Completion) -> None:
         """Count a text that has ended."""
@@ -52,9 +55,13 @@ class Metrics:
         self.tokens["cached"] += usage.cached_tokens
         self.tokens["completion"] += usage.completion_tokens
         self.finished[completion.finish_reason] += 1
+        self.prompt_seconds += completion.timings.prompt_seconds
+        self.decode_seconds += completion.timings.decode_seconds
+        self.longest = max(self.longest, usage.prompt_tokens + usage.completion_tokens)
         if figures is not None:
             self.steps["drafted"] += sum(of.drafted for of in figures.by_depth)
             self.steps["accepted"] += sum(of.accepted for of in figures.by_depth)
+            self.steps["drafts"] += figures.drafts
 
     def lines(self, gauges: Iterable[tuple[str, str, float]]) -> Iterator[str]:
         """The text of /metrics. gauges: (name with labels, help, value) of what is so now."""

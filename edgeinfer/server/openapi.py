@@ -21,6 +21,7 @@ _CONSTRAINTS = {"schema": _ANY, "regex": _TEXT, "grammar": _TEXT, "choices": {"t
 _OPENAI = {
     **{"model": _TEXT, "stream": _FLAG, "stream_options": _OBJECT, "n": _WHOLE, "max_tokens": _WHOLE, "user": _TEXT},
     **{"timeout": _NUMBER, "response_format": _OBJECT, **_SAMPLING, **_CONSTRAINTS},
+    **dict.fromkeys(("timings_per_token", "return_progress", "verbose"), _FLAG),
 }
 _MESSAGE = {
     "type": "object",
@@ -29,6 +30,7 @@ _MESSAGE = {
 }
 _MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1, "maxItems": 2048}
 _TOOLS = {"tools": {"type": "array", "items": _OBJECT, "maxItems": 128}, "tool_choice": _ANY}
+_TEMPLATE = {"add_generation_prompt": _FLAG, "chat_template_kwargs": _OBJECT}
 _PROMPT = {"oneOf": [_TEXT, {"type": "array", "items": {"oneOf": [_TEXT, _WHOLE]}}]}
 _LLAMA = {"n_predict": _WHOLE, "stream": _FLAG, "n_probs": _WHOLE, "json_schema": _ANY, "grammar": _TEXT, **_SAMPLING}
 _OLLAMA = {"model": _TEXT, "stream": _FLAG, "format": _ANY, "options": _OBJECT, "keep_alive": _ANY, "think": _ANY}
@@ -36,7 +38,7 @@ _CLAUDE = {"model": _TEXT, "messages": _MESSAGES, "system": {"oneOf": [_TEXT, _L
 # Parameters of a path, and those that it must have.
 _BODIES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "/v1/chat/completions": (
-        {**_OPENAI, **_TOOLS, "messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _WHOLE},
+        {**_OPENAI, **_TOOLS, **_TEMPLATE, "messages": _MESSAGES, "logprobs": _FLAG, "top_logprobs": _WHOLE},
         ("model", "messages"),
     ),
     "/v1/completions": (
@@ -69,9 +71,19 @@ _BODIES: Mapping[str, tuple[Mapping[str, Any], Sequence[str]]] = {
         (),
     ),
     "/detokenize": ({"tokens": {"type": "array", "items": {**_WHOLE, "minimum": 0}}}, ("tokens",)),
-    "/apply-template": ({"messages": _MESSAGES, **_TOOLS}, ("messages",)),
+    "/apply-template": ({"messages": _MESSAGES, **_TOOLS, **_TEMPLATE}, ("messages",)),
 }
-_SAME = {"/completions": "/completion", "/chat/completions": "/v1/chat/completions"}
+_SAME = {
+    "/completions": "/completion",
+    "/responses": "/v1/responses",
+    **dict.fromkeys(
+        (
+            "/chat/completions",
+            *(f"{start}/chat/completions/input_tokens" for start in ("", "/v1")),
+        ),
+        "/v1/chat/completions",
+    ),
+}
 _ERRORS = {
     "400": "A parameter is wrong or not supported, or the prompt does not fit",
     "401": "A key is needed",

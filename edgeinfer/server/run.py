@@ -28,6 +28,16 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRead:
+    """So much of a prompt is read, as a share of what the cache lacked."""
+
+    share: float
+
+
+Event: TypeAlias = Piece | PromptRead | Ended
+
+
+@dataclass(frozen=True, slots=True)
 class _Failed:
     error: BaseException
 
@@ -42,7 +52,7 @@ class Run:
         """pool: threads that prepare and read.  canceller: a thread that ends texts, which may wait for a lock."""
         self._pool, self._canceller, self._n_unread = pool, canceller, n_unread
         self._loop = asyncio.get_running_loop()
-        self._arrived: deque[tuple[int, Piece | Ended | _Failed]] = deque()
+        self._arrived: deque[tuple[int, Event | _Failed]] = deque()
         self._came = asyncio.Event()
         self._is_told = False
         self._streams: Sequence[Stream] = ()
@@ -65,7 +75,7 @@ class Run:
         """What a function gives that runs in a thread."""
         return await self._in_thread(work)
 
-    async def events(self, seconds: float) -> AsyncIterator[list[tuple[int, Piece | Ended]]]:
+    async def events(self, seconds: float) -> AsyncIterator[list[tuple[int, Event]]]:
         """What texts brought, with their numbers, as it comes; nothing where so many seconds brought nothing.
 
         Ends when all texts have ended. Raises the error of one that failed.
@@ -73,7 +83,7 @@ class Run:
         n_left = len(self._streams)
         while n_left:
             self._came.clear()
-            found: list[tuple[int, Piece | Ended]] = []
+            found: list[tuple[int, Event]] = []
             error: BaseException | None = None
             while self._arrived and error is None:
                 number, event = self._arrived.popleft()
@@ -82,7 +92,7 @@ class Run:
                     continue
                 if isinstance(event, Ended):
                     n_left -= 1
-                else:
+                elif isinstance(event, Piece):
                     self._rooms[number].release()
                 found.append((number, event))
             if found:
@@ -96,6 +106,10 @@ class Run:
                         await self._came.wait()
                 except TimeoutError:
                     yield []
+
+    def tell_read(self, number: int, share: float) -> None:
+        """So much of a prompt is read; from the thread that reads the text."""
+        self._put(number, PromptRead(share))
 
     def fail(self, problem: Problem) -> None:
         """End with an error, from the event loop."""
@@ -201,7 +215,7 @@ class Run:
         finally:
             stream.close()
 
-    def _put(self, number: int, event: Piece | Ended | _Failed) -> None:
+    def _put(self, number: int, event: Event | _Failed) -> None:
         self._arrived.append((number, event))
         if not self._is_told:
             self._is_told = True

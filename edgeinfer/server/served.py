@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
 
+from edgeinfer.common.errors import TemplateError
 from edgeinfer.engine import Engine
 from edgeinfer.server.about import About, about
 from edgeinfer.server.problem import Problem
+
+_SAMPLES = 16  # of a file, that tell models apart
 
 
 @dataclass
@@ -27,6 +34,22 @@ class Served:
     created: int = field(default_factory=lambda: int(time.time()))
     until: float = math.inf
     kept: float = math.inf
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What an answer depends on beside its request: this version, the model's file by samples, the template."""
+        digest = hashlib.blake2b(version("edgeinfer").encode(), digest_size=6)
+        try:
+            digest.update(self.engine.template.source.encode(errors="replace"))
+        except TemplateError:
+            pass  # a model that completes texts only
+        with suppress(OSError), self.engine.path.open("rb") as file:
+            n_bytes = file.seek(0, os.SEEK_END)
+            digest.update(str(n_bytes).encode())
+            for number in range(_SAMPLES):
+                file.seek(n_bytes * number // _SAMPLES)
+                digest.update(file.read(4096))
+        return f"b{digest.hexdigest()}"
 
     def is_called(self, name: str) -> bool:
         """Whether a name is one of its own; ":latest" and capitals make no difference."""

@@ -7,9 +7,10 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -29,11 +30,24 @@ def n_threads(n_parallel: int, limits: Limits) -> int:
     return n_parallel + limits.queue + 8 + 1
 
 
+@dataclass(frozen=True)
+class Shown:
+    """What a server shows beside answers.
+
+    page: at /.  slots: at /slots.  prompts: with each answer of OpenAI's dialect.  tags: of its own model.
+    """
+
+    page: bool = True
+    slots: bool = True
+    prompts: bool = False
+    tags: Sequence[str] = ()
+
+
 class Server:
     """State of a server, of its event loop.
 
     n_parallel: texts that run at once.  log: called with a line for each request, and of errors.  is_draining: whether
-    it takes no more requests.
+    it takes no more requests.  shown: what it shows beside answers.
     """
 
     def __init__(
@@ -43,8 +57,9 @@ class Server:
         access: Access,
         n_parallel: int,
         log: Callable[[str], None],
+        shown: Shown = Shown(),
     ) -> None:
-        self.models, self.limits, self.access, self.log = models, limits, access, log
+        self.models, self.limits, self.access, self.log, self.shown = models, limits, access, log, shown
         self.metrics = Metrics()
         self.started = int(time.time())
         self.n_parallel = n_parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -39,15 +39,17 @@ def bind(host: str, port: int) -> socket.socket:
     return found
 
 
-def serve(server: Server, listening: socket.socket, on_ready: Ready) -> None:
-    """Serve until SIGTERM or Ctrl-C. Answers that run then have some seconds to end; a second signal ends them.
+def serve(server: Server, listening: socket.socket | Sequence[socket.socket], on_ready: Ready) -> None:
+    """Serve on one or several sockets until SIGTERM or Ctrl-C.
 
+    Answers that run then have some seconds to end; a second signal ends them.
     on_ready: called with a function that does what a signal does, from any thread.
     """
-    asyncio.run(_serve(server, listening, on_ready))
+    sockets = [listening] if isinstance(listening, socket.socket) else list(listening)
+    asyncio.run(_serve(server, sockets, on_ready))
 
 
-async def _serve(server: Server, listening: socket.socket, on_ready: Ready) -> None:
+async def _serve(server: Server, sockets: list[socket.socket], on_ready: Ready) -> None:
     runner, loop = _runner(server), asyncio.get_running_loop()
 
     def stop() -> None:
@@ -56,7 +58,7 @@ async def _serve(server: Server, listening: socket.socket, on_ready: Ready) -> N
     try:
         with _signals(lambda: _stop(server, runner)):
             on_ready(stop)
-            await runner.serve(sockets=[listening])
+            await runner.serve(sockets=sockets)
     finally:
         server.fail_all(_shutting_down())
         await asyncio.to_thread(server.close)

@@ -36,6 +36,7 @@ class Speculation:
     # them
     plain_seconds: float
     dropped: Mapping[str, str]  # drafters that failed or did not fit, with the reason
+    drafts: int = 0  # of the passes, those that verified draft tokens
 
     @property
     def tokens_per_step(self) -> float:
@@ -60,7 +61,7 @@ class StatsCounter:
         self.draft_seconds = self.waited_seconds = self.verify_seconds = self.step_seconds = self._plain_seconds = 0.0
         self._n_unpriced, self._expected = 0, 0.0  # tokens before the first step without a draft, and seconds of each
         self.dropped: dict[str, str] = {}
-        self._steps = self._tokens = 0
+        self._steps = self._tokens = self._drafts = 0
         self._drafters: dict[str, list[int]] = {}
         self._depths: list[list[int]] = []
 
@@ -68,6 +69,7 @@ class StatsCounter:
         """Add a step that generated n_tokens. depths, owners: of the nodes verified.  accepted: indices of nodes."""
         self._steps += 1
         self._tokens += n_tokens
+        self._drafts += bool(depths)
         while depths and len(self._depths) <= max(depths):
             self._depths.append([0, 0])
         for depth, owner in zip(depths, owners, strict=True):
@@ -97,4 +99,5 @@ class StatsCounter:
             self.step_seconds,
             self._plain_seconds + self._n_unpriced * self._expected,
             dict(self.dropped),
+            self._drafts,
         )

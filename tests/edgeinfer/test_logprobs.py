@@ -6,6 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from drafting import FixedCosts
+from sampling_reference import simple_candidates
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -13,7 +14,9 @@ import edgeinfer
 from edgeinfer.backends.base import run_sequence
 from edgeinfer.common.errors import ContextOverflow, Interrupted, InvalidArgument, NumericalError, ShapeError
 from edgeinfer.logprobs import token_logprob
+from edgeinfer.sampling import adjusted
 
+CHANGES = {"repeat_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {70: 3.0, 71: False}}
 PROMPT = "hello world, there is the one"
 FOLLOWING = [" again", " there is", " there was the one, and the other one that there was", "!", " there is", " a"]
 
@@ -229,3 +232,51 @@ def test_logits_that_are_no_numbers_have_no_log_probability():
     for value in (np.nan, np.inf):
         with pytest.raises(NumericalError, match="not numbers"):
             token_logprob(np.array([1.0, value, 0.0], np.float32), 0)
+
+
+# ---- Of the distribution that tokens are drawn from ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 2.0, "top_k": 5, "dry_multiplier": 0.8, **CHANGES},
+    ],
+)
+def test_probabilities_of_what_is_drawn_are_those_of_the_chain(engine, model, sampling):
+    asked = {"max_tokens": 12, "seed": 5, "logprobs": 6, **sampling}
+    completion = engine.generate(PROMPT, sampled_logprobs=True, **asked)
+    assert completion.tokens == engine.generate(PROMPT, **asked).tokens
+    prompt = engine.tokenize(PROMPT)
+    rows = plain_rows(model, [*prompt, *completion.tokens])
+    breakers = engine._breakers(tuple(completion.params.dry_sequence_breakers))
+    for at, found in enumerate(completion.logprobs):
+        previous = [*prompt, *completion.tokens[:at]]
+        logits = adjusted(rows[len(previous) - 1], completion.params, previous, breakers)
+        ids = simple_candidates(logits, completion.params)
+        weights = np.exp((logits[ids].astype(np.float64) - logits[ids].max()) / completion.params.temperature)
+        expected = dict(zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True))
+        assert found.token == completion.tokens[at]
+        assert math.exp(found.logprob) == pytest.approx(expected[found.token], rel=1e-9)
+        assert len(found.top) == min(6, len(ids))
+        assert [value for _, value in found.top] == sorted((value for _, value in found.top), reverse=True)
+        best = sorted(expected.values(), reverse=True)[: len(found.top)]
+        assert [math.exp(value) for _, value in found.top] == pytest.approx(best, rel=1e-9)
+
+
+def test_a_greedy_token_is_certain(engine):
+    completion = engine.generate(PROMPT, max_tokens=4, temperature=0, logprobs=3, sampled_logprobs=True)
+    assert [(each.logprob, each.top) for each in completion.logprobs] == [
+        (0.0, ((token, 0.0),)) for token in completion.tokens
+    ]
+    none = engine.generate(PROMPT, max_tokens=2, temperature=0, logprobs=0, sampled_logprobs=True)
+    assert [each.top for each in none.logprobs] == [(), ()]
+
+
+def test_probabilities_of_what_is_drawn_are_not_those_of_a_constraint(engine):
+    with pytest.raises(InvalidArgument, match="sampled_logprobs are those of free texts"):
+        engine.generate(PROMPT, logprobs=1, sampled_logprobs=True, choices=["a", "b"])
+    with pytest.raises(InvalidArgument, match="sampled_logprobs must be True or False"):
+        engine.generate(PROMPT, logprobs=1, sampled_logprobs=1)

@@ -16,10 +16,11 @@ from edgeinfer.engine import Engine
 from edgeinfer.server.access import Access
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.served import Models, Served
-from edgeinfer.server.server import Server
+from edgeinfer.server.server import Server, Shown
 from edgeinfer.server.serving import bind, serve
 
 SECONDS = 60.0  # for a reply
+ALL = Shown()
 
 
 @dataclass
@@ -109,6 +110,7 @@ def running(
     access: Access | None = None,
     n_parallel: int | None = None,
     any_name: bool = False,
+    shown: Shown = ALL,
     **limits: Any,
 ) -> Iterator[Running]:
     """A server of an engine, or of models, until the end of the block."""
@@ -118,7 +120,7 @@ def running(
         n_parallel = n_parallel or engine.scheduler.n_parallel
     assert models is not None
     limit = replace(Limits(drain_seconds=0.2), **limits)
-    server = Server(models, limit, access or Access(), n_parallel or 4, log.append)
+    server = Server(models, limit, access or Access(), n_parallel or 4, log.append, shown)
     listening = bind("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections: less than an answer
     ready, stops = threading.Event(), []

@@ -9,6 +9,7 @@ import re
 from importlib.resources import files
 
 from edgeinfer.server.exchange import Exchange
+from edgeinfer.server.problem import Problem
 from edgeinfer.server.server import Server
 
 
@@ -31,7 +32,9 @@ def _hash(text: str, name: str) -> str:
 
 
 async def page(server: Server, exchange: Exchange) -> None:
-    """The page."""
+    """The page. Raises Problem where the server has none."""
+    if not server.shown.page:
+        raise Problem(404, "this server has no page: it was started with --no-ui", code="not_found")
     content, policy = _page()
     headers = {"content-security-policy": policy, "referrer-policy": "no-referrer"}
     await exchange.reply(200, content, "text/html; charset=utf-8", headers)

@@ -61,6 +61,13 @@ SAME = {
     "port": "--port",
     "api_key_file": "--api-key-file",
     "aliases": "--alias",
+    "tags": "--tags",
+    "slots": "--slots",
+    "page": "--ui",
+    "verbose": "--verbose",
+    "chat_template": "--chat-template",
+    "chat_template_file": "--chat-template-file",
+    "reasoning": "--reasoning",
     "device": "--device",  # what computes, by our names of devices
     "epochs": "--epochs",
 }

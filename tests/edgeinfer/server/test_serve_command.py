@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,9 +95,53 @@ def test_a_key_is_read_from_a_file_or_a_variable(start, tmp_path):
         assert "secret" not in process.communicate(timeout=30)[1] and process.returncode == 0
 
 
+def test_requests_that_say_nothing_have_the_sampling_of_the_command(start):
+    port = port_of(start("--port", "0", "--temp", "0.5", "--top-k", "7", "-s", "11", "-n", "3", "-v"))
+    said = [request(port, "POST", "/completion", {"prompt": "hello"})[1] for _ in range(2)]
+    settings = said[0]["generation_settings"]
+    assert (settings["temperature"], settings["top_k"], settings["seed"]) == (0.5, 7, 11)
+    assert said[0]["content"] == said[1]["content"] and said[0]["tokens_predicted"] <= 3
+    own = request(port, "POST", "/completion", {"prompt": "hello", "temperature": 0, "seed": 1})[1]
+    assert own["generation_settings"]["temperature"] == 0 and own["generation_settings"]["seed"] == 1
+    assert request(port, "GET", "/props")[1]["default_generation_settings"]["params"]["seed"] == 11
+    assert "hello" in request(port, "POST", "/v1/chat/completions", CHAT)[1]["__verbose"]["prompt"]
+
+
+def test_templates_tags_and_what_is_hidden(start, tmp_path):
+    source = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ enable_thinking }}"
+    (tmp_path / "t.jinja").write_text(source)
+    hides = ("--no-ui", "--no-slots", "--tags", "chat, small")
+    port = port_of(start("--port", "0", "--chat-template-file", str(tmp_path / "t.jinja"), "-rea", "off", *hides))
+    assert request(port, "POST", "/apply-template", {"messages": CHAT["messages"]})[1]["prompt"] == "<hello>False"
+    assert request(port, "GET", "/props")[1]["chat_template"] == source
+    assert request(port, "GET", "/")[0] == 404 and request(port, "GET", "/slots")[0] == 501
+    assert request(port, "GET", "/v1/models")[1]["data"][0]["tags"] == ["chat", "small"]
+
+
+def test_it_listens_on_several_addresses(start):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    process = start("--port", "0", "--host", "127.0.0.1, ::1")
+    line = next(line for line in process.stderr if "listening on" in line)
+    port = int(re.search(r"http://127\.0\.0\.1:(\d+), http://\[::1\]:\1$", line.strip())[1])
+    assert request(port, "GET", "/health")[0] == 200
+    connection = http.client.HTTPConnection("::1", port, timeout=60)
+    connection.request("GET", "/health")
+    assert connection.getresponse().status == 200
+
+
 @pytest.mark.parametrize(
     "arguments, code, said",
     [
+        (["--host", "127.0.0.1,0.0.0.0"], 2, "--api-key-file FILE, or --no-auth"),
+        (["--host", " ,"], 2, "--host names no address"),
+        (["--temp", "-1"], 2, "--temp"),
+        (["--chat-template", "{% if %}"], 3, "the chat template is broken"),
+        (["--chat-template", "nothing"], 3, "must be Jinja, or the name of a known one"),
+        (["--chat-template", "chatml", "--chat-template-file", "/dev/null"], 2, "both give a template"),
         (["--host", "0.0.0.0"], 2, "--api-key-file FILE, or --no-auth"),
         (["--host", "no.such.host.invalid"], 2, "--no-auth"),
         (["--host", "no.such.host.invalid", "--no-auth"], 1, "cannot listen on no.such.host.invalid"),

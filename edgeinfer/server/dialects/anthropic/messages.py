@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-from edgeinfer.chat import Conversation
 from edgeinfer.common.overriding import override
 from edgeinfer.completion import Completion, Piece
 from edgeinfer.models.reasoning import ToolCall
@@ -20,13 +19,15 @@ from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
-from edgeinfer.tools.options import ToolOptions
+from edgeinfer.template_values import reasoning_values
 
 
 async def answer_messages(server: Server, exchange: Exchange) -> None:
     """Answer a chat."""
     body = await exchange.json()
     asked, shows = read(body, server.limits), shows_reasoning(body)
+    if body.get("thinking") is not None:
+        asked.template = {"chat_template_kwargs": reasoning_values(shows)}
     exchange.extra["request-id"] = exchange.id
     await answer(server, exchange, asked, lambda served, asked: MessageForm(served, asked, shows), common.error_of)
 
@@ -41,9 +42,7 @@ async def count_tokens(server: Server, exchange: Exchange) -> None:
 
 
 def _n_tokens(served: Served, asked: Asked) -> int:
-    conversation = Conversation(served.engine)
-    conversation.messages = asked.messages or []
-    return len(conversation.prompt(**cast(ToolOptions, asked.tools)))
+    return len(asked.prompt_of_chat(served.engine))
 
 
 _BESIDE: Mapping[str, dict[str, Any]] = {"thinking": {"signature": ""}, "text": {"citations": None}}  # of blocks

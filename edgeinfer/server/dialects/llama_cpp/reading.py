@@ -13,10 +13,10 @@ from edgeinfer.server.limits import Limits
 from edgeinfer.server.problem import Problem, about, unsupported
 from edgeinfer.stream import RequestOptions
 
-_HARMLESS = frozenset(
-    "cache_prompt id_slot n_keep n_cache_reuse return_tokens timings_per_token return_progress response_fields "
-    "n_indent penalize_nl min_keep n_discard mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold "
-    "t_max_prompt_ms".split()
+# That change no text here; chats of OpenAI's dialect take them too.
+HARMLESS = frozenset(
+    "cache_prompt id_slot n_keep n_cache_reuse n_indent penalize_nl min_keep n_discard mirostat_tau mirostat_eta "
+    "dynatemp_exponent xtc_threshold t_max_prompt_ms backend_sampling".split()
 )
 _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change nothing
     "mirostat": (0,),
@@ -24,14 +24,15 @@ _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change 
     "xtc_probability": (0,),
     "top_n_sigma": (-1,),
     "dynatemp_range": (0,),
-    "post_sampling_probs": (False,),
     "lora": ([],),
     "samplers": ([],),
     "n_cmpl": (1,),
     "image_data": ([],),
 }
 _SAME = {"repeat_last_n": "penalty_last_n", "n_predict": "max_tokens"}
+_FLAGS = ("timings_per_token", "return_progress", "return_tokens", "verbose", "post_sampling_probs")
 _READ = frozenset({"prompt", "stream", "model", "ignore_eos", "n_probs", "json_schema", "grammar", "stop", "n"})
+_READ |= {*_FLAGS, "response_fields", "logit_bias"}
 _READ_INFILL = frozenset({"input_prefix", "input_suffix", "input_extra"})
 
 
@@ -56,12 +57,54 @@ def read(body: Mapping[str, Any], limits: Limits, is_infill: bool = False) -> As
     if body.get("n_probs"):
         with about("n_probs"):
             options["logprobs"] = check_integer("n_probs", body["n_probs"], 0, 1000)
+    for name in _FLAGS:
+        if not isinstance(body.get(name), bool | None):
+            raise Problem(400, f"{name} must be true or false: found {shown(body[name])}", param=name)
+    if body.get("post_sampling_probs") and "logprobs" in options:
+        options["sampled_logprobs"] = True
+    asked.tells_times, asked.tells_progress = bool(body.get("timings_per_token")), bool(body.get("return_progress"))
     return asked
+
+
+def fields_of(body: Mapping[str, Any]) -> list[str]:
+    """Fields of an answer that a client wants, as paths with slashes; none for all of them. Raises Problem."""
+    fields = body.get("response_fields")
+    if not isinstance(fields, list | None) or not all(isinstance(each, str) for each in fields or ()):
+        raise Problem(400, f"response_fields must be a list of names: found {shown(fields)}", param="response_fields")
+    return fields or []
+
+
+def chosen(answer: dict[str, Any], fields: list[str]) -> dict[str, Any]:
+    """These fields of an answer, by their paths; all of it where there are none."""
+    found: dict[str, Any] = {}
+    for path in fields:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name, found) if isinstance(value, dict) else found  # which no field has
+        if value is not found:
+            found[path] = value
+    return found if fields else answer
+
+
+def biases_of(given: object, engine: Engine) -> list[tuple[Any, Any]]:
+    """logit_bias as [[token or text, bias], ...] or by token or text; each token of a text has its bias.
+
+    Raises Problem.
+    """
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    if not isinstance(pairs, list) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in pairs):
+        raise Problem(400, "logit_bias must be a list of [token id or text, bias]", param="logit_bias")
+    found: list[tuple[Any, Any]] = []
+    for key, bias in pairs:
+        is_text = isinstance(key, str) and not (key.isascii() and key.isdecimal())
+        ids = engine.tokenize(key, add_special=False, parse_special=False) if is_text else [key]
+        found += [(id, bias) for id in ids]
+    return found
 
 
 def _read_option(name: str, value: Any, options: dict[str, Any], asked: Asked) -> None:
     own = _SAME.get(name, name)
-    if name in _HARMLESS:
+    if name in HARMLESS:
         asked.ignored.append(name)
     elif name == "n_predict":
         n = check_integer(name, value, -2)
@@ -74,10 +117,6 @@ def _read_option(name: str, value: Any, options: dict[str, Any], asked: Asked) -
     elif name == "seed":
         seed = check_integer(name, value, -1)
         options["seed"] = None if seed in (-1, 0xFFFFFFFF) else seed
-    elif name == "logit_bias":
-        if isinstance(value, list) and not all(isinstance(each, list) and len(each) == 2 for each in value):
-            raise Problem(400, "logit_bias must be a list of [token id, bias]", param=name)
-        options["logit_bias"] = [tuple(each) for each in value] if isinstance(value, list) else value
     elif own in SamplingOptions.__annotations__ or name in ("regex", "choices"):
         options[own] = value
     elif name in _ONLY:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from edgeinfer.chat import Conversation
+from edgeinfer.chat import Conversation, PromptOptions
 from edgeinfer.common.arguments import shown
+from edgeinfer.scheduling.sequence import Sequence
 from edgeinfer.server.about import abilities
 from edgeinfer.server.dialects.llama_cpp.reading import text_of
-from edgeinfer.server.dialects.openai.messages import read_chat_parts
+from edgeinfer.server.dialects.openai.messages import read_chat_parts, read_template_options
 from edgeinfer.server.exchange import Exchange
 from edgeinfer.server.fill_in import marks_of
 from edgeinfer.server.problem import Problem
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
-from edgeinfer.tools.options import ToolOptions
 
 
 async def tokenize(server: Server, exchange: Exchange) -> None:
@@ -69,13 +69,17 @@ async def apply_template(server: Server, exchange: Exchange) -> None:
     """The prompt that messages make."""
     body = await exchange.json()
     messages, tools = read_chat_parts(body, server.limits)
+    options = cast(PromptOptions, {**tools, **read_template_options(body)})
+    begins = body.get("add_generation_prompt", True)
+    if not isinstance(begins, bool):
+        raise Problem(400, "add_generation_prompt must be true or false", param="add_generation_prompt")
     exchange.watch()
     async with server.models.use(_model(body)) as served, server.running(exchange, 0) as run:
 
         def render() -> str:
             conversation = Conversation(served.engine)
             conversation.messages = messages
-            return served.engine.detokenize(conversation.prompt(**cast(ToolOptions, tools)))
+            return served.engine.detokenize(conversation.prompt(add_generation_prompt=begins, **options))
 
         prompt = await run.call(render)
     await exchange.reply_json({"prompt": prompt})
@@ -104,7 +108,9 @@ async def props(server: Server, exchange: Exchange) -> None:
 
 
 async def slots(server: Server, exchange: Exchange) -> None:
-    """The places of texts, without anything of their prompts."""
+    """The places of texts, without anything of their prompts. Raises Problem where the server does not show them."""
+    if not server.shown.slots:
+        raise Problem(501, "this server does not show its slots: it was started with --no-slots", code="not_supported")
     found: list[dict[str, Any]] = []
     for served in server.models.loaded:
         running = [each for each in served.engine.scheduler.texts if each.session is not None]
@@ -117,12 +123,19 @@ async def slots(server: Server, exchange: Exchange) -> None:
                     "n_ctx": served.engine.n_ctx,
                     "is_processing": text is not None,
                     "n_prompt_tokens": 0 if text is None else text.n_prompt,
-                    "next_token": [{"n_decoded": 0 if text is None else text.n_ready}],
+                    "next_token": [_progress(text)],
                 }
             )
     if found and exchange.query.get("fail_on_no_slot") and all(each["is_processing"] for each in found):
         raise Problem(503, "no slot available", retry_after=1)
     await exchange.reply_json(found)
+
+
+def _progress(text: Sequence | None) -> dict[str, Any]:
+    """Tokens that a text has and may still get; -1 where nothing runs."""
+    if text is None:
+        return {"has_next_token": False, "n_decoded": 0, "n_remain": -1}
+    return {"has_next_token": not text.has_ended, "n_decoded": text.n_ready, "n_remain": max(0, text.n_left)}
 
 
 def _model(body: dict[str, Any]) -> str | None:
@@ -142,4 +155,5 @@ def _piece(served: Served, id: int) -> str | list[int]:
 def _params(served: Served) -> dict[str, Any]:
     params = served.engine.default_params
     names = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
-    return {name: getattr(params, name) for name in names} | {"n_predict": -1, "seed": -1}
+    own = {"n_predict": -1, "seed": -1 if params.seed is None else params.seed}
+    return {name: getattr(params, name) for name in names} | own

@@ -20,6 +20,7 @@ from edgeinfer.server.problem import Problem, unsupported
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
+from edgeinfer.template_values import reasoning_values
 
 _CHAT = frozenset({"messages", "tools"})
 _GENERATE = frozenset(
@@ -81,6 +82,8 @@ async def _answer(server: Server, exchange: Exchange, asked: Asked, body: dict[s
     think, seconds = body.get("think"), common.keep_seconds(body.get("keep_alive"))
     if think not in (None, True, False, "low", "medium", "high"):
         raise Problem(400, f"think must be true or false: found {str(think)[:40]!r}", param="think")
+    if think is not None and asked.messages is not None:
+        asked.template = {"chat_template_kwargs": reasoning_values(think is not False)}
 
     def form_of(served: Served, asked: Asked) -> Answer:
         if think and not abilities(served.engine).reasons:

@@ -13,6 +13,7 @@ from edgeinfer.server.dialects.openai import common
 from edgeinfer.server.dialects.openai.choices import ChoicesForm
 from edgeinfer.server.dialects.openai.reading import read_chat
 from edgeinfer.server.exchange import Exchange
+from edgeinfer.server.pace import Pace
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
@@ -21,8 +22,19 @@ from edgeinfer.stream import Stream
 async def chat(server: Server, exchange: Exchange) -> None:
     """Answer a chat."""
     asked, wants_usage = read_chat(await exchange.json(), server.limits)
+    asked.shows_prompt = server.shown.prompts if asked.shows_prompt is None else asked.shows_prompt
     common.check_model(server, asked)
     await answer(server, exchange, asked, lambda served, asked: ChatForm(served, asked, wants_usage), common.error_of)
+
+
+async def count_tokens(server: Server, exchange: Exchange) -> None:
+    """The number of tokens that the prompt of a chat has."""
+    asked, _ = read_chat(await exchange.json(), server.limits)
+    common.check_model(server, asked)
+    exchange.watch()
+    async with server.models.use(asked.model) as served, server.running(exchange, 0) as run:
+        n_tokens = await run.call(lambda: len(asked.prompt_of_chat(served.engine)))
+    await exchange.reply_json({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 class ChatForm(ChoicesForm):
@@ -59,12 +71,18 @@ class ChatForm(ChoicesForm):
     @override
     def ended(self, number: int, completion: Completion) -> Iterator[bytes]:
         self._completions[number] = completion
-        yield self._chunk(number, {}, common.finish_of(completion, number in self._n_calls))
+        shown = common.shown_prompt(self._asked, self._engine, completion, number)
+        yield self._chunk(number, {}, common.finish_of(completion, number in self._n_calls), **shown)
+
+    @override
+    def progress(self, number: int, pace: Pace) -> Iterator[bytes]:
+        yield self._chunk(number, {}, prompt_progress=pace.progress())
 
     @override
     def whole(self) -> Any:
         choices = [self._choice(number) for number in sorted(self._completions)]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": self._usage(), **self._more()}
 
     def _choice(self, number: int) -> dict[str, Any]:
         completion = self._completions[number]
@@ -83,7 +101,8 @@ class ChatForm(ChoicesForm):
             "finish_reason": common.finish_of(completion, bool(calls)),
         }
 
-    def _chunk(self, number: int, delta: dict[str, Any], finish: str | None = None) -> bytes:
+    def _chunk(self, number: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
         waiting = self._logprobs.pop(number, None)
         logprobs = common.chat_logprobs(self._engine, waiting) if waiting else None
-        return self._event({"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish})
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return self._event(choice, **more)

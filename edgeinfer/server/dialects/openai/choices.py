@@ -11,6 +11,7 @@ from edgeinfer.logprobs import TokenLogprob
 from edgeinfer.server.answering import Form
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.openai import common
+from edgeinfer.server.pace import timings_of
 from edgeinfer.server.served import Served
 
 
@@ -30,16 +31,28 @@ class ChoicesForm(Form):
     @override
     def end(self) -> Iterator[bytes]:
         if self._wants_usage:
-            yield common.event({**self._head, "choices": [], "usage": self._usage()})
+            yield common.event({**self._head, "choices": [], "usage": self._usage(), **self._times()})
         yield common.DONE
 
     @override
     def failed(self, error: Any) -> bytes:
         return common.event(error)
 
-    def _event(self, choice: dict[str, Any]) -> bytes:
+    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
         usage = {"usage": None} if self._wants_usage else {}
-        return common.event({**self._head, "choices": [choice], **usage})
+        times = self._asked.times(choice["index"])
+        return common.event({**self._head, "choices": [choice], **usage, **times, **more})
+
+    def _times(self) -> dict[str, Any]:
+        """Times of the first text, where they were asked for."""
+        first = self._completions.get(0)
+        if first is None or not self._asked.tells_times:
+            return {}
+        return {"timings": timings_of(first.usage, first.timings)}
+
+    def _more(self) -> dict[str, Any]:
+        """What an answer says beside, where it was asked for: times, the first prompt."""
+        return {**self._times(), **common.shown_prompt(self._asked, self._engine, self._completions[0], 0)}
 
     def _usage(self) -> dict[str, Any]:
         completions = [self._completions[number] for number in sorted(self._completions)]

@@ -50,6 +50,14 @@ def error_of(exchange: Exchange, problem: Problem) -> dict[str, Any]:
     }
 
 
+def llama_error_of(exchange: Exchange, problem: Problem) -> dict[str, Any]:
+    """The same at the paths that llama.cpp's clients use, which look for another type where a prompt is too long."""
+    found = error_of(exchange, problem)
+    if problem.code == "context_length_exceeded":
+        found["error"]["type"] = "exceed_context_size_error"
+    return found
+
+
 def check_model(server: Server, asked: Asked) -> None:
     """Raises Problem where a request names no model, unless the server answers to any name."""
     if asked.model is None and not server.models.any_name:
@@ -63,6 +71,7 @@ def head(kind: str, prefix: str, served: Served, asked: Asked) -> dict[str, Any]
         "object": kind,
         "created": int(time.time()),
         "model": served.id,
+        "system_fingerprint": served.fingerprint,
     }
 
 
@@ -75,6 +84,16 @@ def split_calls(calls: Sequence[ToolCall], asked: Asked) -> tuple[list[ToolCall]
     """(calls for the client, the text of the others): those of no tool, or where no tools were given."""
     found = [call for call in calls if asked.tools and call.name is not None and call.arguments is not None]
     return found, "".join(call.text for call in calls if call not in found)
+
+
+def shown_prompt(asked: Asked, engine: Engine, completion: Completion, number: int) -> dict[str, Any]:
+    """The prompt of a text and what it was drawn with, where that was asked for."""
+    if not asked.shows_prompt:
+        return {}
+    tokens = asked.prompt_tokens[number // asked.n]
+    params = {**completion.params.to_json(), "stop": asked.options.get("stop") or []}
+    shown = {"prompt": asked.prompt_text(engine, number), "prompt_tokens": list(tokens), "params": params}
+    return {"__verbose": shown}
 
 
 def usage_of(completions: Sequence[Completion], n: int) -> dict[str, Any]:

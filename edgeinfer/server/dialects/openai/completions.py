@@ -14,6 +14,7 @@ from edgeinfer.server.dialects.openai import common
 from edgeinfer.server.dialects.openai.choices import ChoicesForm
 from edgeinfer.server.dialects.openai.reading import read_completion
 from edgeinfer.server.exchange import Exchange
+from edgeinfer.server.pace import Pace
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
@@ -22,6 +23,7 @@ from edgeinfer.stream import Stream
 async def complete(server: Server, exchange: Exchange) -> None:
     """Complete prompts."""
     asked, wants_usage, echo = read_completion(await exchange.json(), server.limits)
+    asked.shows_prompt = server.shown.prompts if asked.shows_prompt is None else asked.shows_prompt
     common.check_model(server, asked)
     await answer(
         server, exchange, asked, lambda served, asked: TextForm(served, asked, wants_usage, echo), common.error_of
@@ -58,9 +60,14 @@ class TextForm(ChoicesForm):
             yield self._chunk(number, "", waiting, common.finish_of(completion))
 
     @override
+    def progress(self, number: int, pace: Pace) -> Iterator[bytes]:
+        choice = {"index": number, "text": "", "logprobs": None, "finish_reason": None}
+        yield self._event(choice, prompt_progress=pace.progress())
+
+    @override
     def whole(self) -> Any:
         choices = [self._choice(number) for number in sorted(self._completions)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": self._usage(), **self._more()}
 
     def _choice(self, number: int) -> dict[str, Any]:
         completion = self._completions[number]

@@ -48,6 +48,15 @@ def read_tools(body: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
     return found
 
 
+def read_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """chat_template_kwargs, as for Conversation.stream. Raises Problem."""
+    name = "chat_template_kwargs"
+    given = body.get(name)
+    if given is not None and not isinstance(given, dict):
+        raise Problem(400, f"{name} must be an object: found {shown(given)}", param=name)
+    return {name: given} if given else {}
+
+
 def check_tools(tools: object, limits: Limits) -> None:
     """Raises Problem where tools are none, too many or too large."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -28,7 +28,9 @@ async def embeddings(server: Server, exchange: Exchange) -> None:
 
 def _entry(server: Server, name: str) -> dict[str, Any]:
     served = next((each for each in server.models.loaded if each.id == name), None)
-    names = {} if served is None else {"aliases": sorted(served.aliases - {name})}
+    names: dict[str, Any] = {} if served is None else {"aliases": sorted(served.aliases - {name})}
+    if server.shown.tags and name == server.models.names()[0]:
+        names["tags"] = list(server.shown.tags)
     return {
         "id": name,
         "object": "model",

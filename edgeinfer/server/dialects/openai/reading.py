@@ -9,28 +9,36 @@ from edgeinfer.batch.lines import IGNORED, LIMITS, constraint_of, no_such
 from edgeinfer.common.arguments import check_integer, shown
 from edgeinfer.constraints.options import ConstraintOptions
 from edgeinfer.engine import Prompt
+from edgeinfer.message import Message
 from edgeinfer.sampling import SamplingOptions
 from edgeinfer.server.asked import Asked, check_seconds
-from edgeinfer.server.dialects.openai.messages import check_number_of, read_chat_parts
+from edgeinfer.server.dialects.llama_cpp.reading import HARMLESS
+from edgeinfer.server.dialects.openai.messages import check_number_of, read_chat_parts, read_template_options
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problem import Problem, about, unsupported
 from edgeinfer.stream import RequestOptions
 
 _MOST_TOP = 20  # alternatives of a token, as at OpenAI
 # That change no text, beside those of batch files. "stream" and its options do something here.
-_HARMLESS = (IGNORED | {"prompt_cache_options", "verbose", "timings_per_token"}) - {
+_HARMLESS = (IGNORED | HARMLESS | {"prompt_cache_options"}) - {
     *("model", "stream", "stream_options", "parallel_tool_calls")
 }
+_FLAGS = ("verbose", "timings_per_token", "return_progress")  # of llama.cpp, for which see Asked
 _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change nothing
     "best_of": (1,),
     "modalities": (["text"],),
     "function_call": ("none",),
     "functions": ([],),
     # Of vLLM and SGLang, whose routers send all of them.
-    **dict.fromkeys(("no_stop_trim", "ignore_eos", "continue_final_message", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("no_stop_trim", "ignore_eos", "return_hidden_states"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
 }
+_LIMITS = (*LIMITS, "n_predict")  # the last one as llama.cpp names it
 _SAME = {"repeat_last_n": "penalty_last_n", "json_schema": "schema"}
+_OF_CHATS = frozenset(
+    "messages logprobs top_logprobs tools tool_choice parallel_tool_calls tool_selection continue_final_message "
+    "add_generation_prompt chat_template_kwargs".split()
+)
 _OPTIONS = frozenset((*SamplingOptions.__annotations__, *ConstraintOptions.__annotations__))
 
 Read = Callable[[str, Any], None]
@@ -48,10 +56,11 @@ class Reader:
             if name not in own:
                 with about(name):
                     self._read(name, value)
-        limit = next((name for name in LIMITS if name in self.body), None)
+        limit = next((name for name in _LIMITS if name in self.body), None)
         if limit is not None:
             with about(limit):
-                self.options["max_tokens"] = check_integer(limit, self.body[limit], -1)
+                n = check_integer(limit, self.body[limit], -2 if limit == "n_predict" else -1)
+                self.options["max_tokens"] = None if n == -2 else n
 
     def _read(self, name: str, value: Any) -> None:
         if name in _ONLY:
@@ -65,7 +74,7 @@ class Reader:
             self.options["timeout"] = check_seconds(value)
         elif name in _HARMLESS:
             self.ignored.append(name)
-        elif name not in ("model", "stream", "stream_options", "n", *LIMITS):
+        elif name not in ("model", "stream", "stream_options", "n", *_FLAGS, *_LIMITS):
             raise Problem(400, no_such(name), code="unknown_parameter", param=name)
 
     def flag(self, name: str) -> bool:
@@ -91,6 +100,9 @@ class Reader:
             n=self.number("n", 1, 1, self._limits.samples),
             is_stream=self.flag("stream"),
             ignored=self.ignored,
+            shows_prompt=self.flag("verbose") if "verbose" in self.body else None,
+            tells_times=self.flag("timings_per_token"),
+            tells_progress=self.flag("return_progress"),
         )
 
     def wants_usage(self) -> bool:
@@ -107,8 +119,7 @@ class Reader:
 
 def read_chat(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool]:
     """(what is asked, whether a stream ends with the usage). Raises Problem."""
-    own = {"messages", "logprobs", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "tool_selection"}
-    reader = Reader(body, limits, own)
+    reader = Reader(body, limits, _OF_CHATS)
     asked = reader.asked()
     top = reader.number("top_logprobs", 0, 0, _MOST_TOP)
     if reader.flag("logprobs"):
@@ -116,7 +127,29 @@ def read_chat(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool]:
     elif top:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     asked.messages, asked.tools = read_chat_parts(reader.body, limits)
+    _check_begun(reader, asked.messages)
+    asked.template = read_template_options(reader.body)
     return asked, reader.wants_usage()
+
+
+def _check_begun(reader: Reader, messages: list[Message]) -> None:
+    """An answer at the end of the messages is the beginning of the next one. Raises Problem where it is said not to be.
+
+    The names are those of transformers and vLLM.
+    """
+    goes_on = reader.flag("continue_final_message") if "continue_final_message" in reader.body else None
+    is_begun = messages[-1]["role"] == "assistant"
+    begins = reader.flag("add_generation_prompt") if "add_generation_prompt" in reader.body else not is_begun
+    if (begins and goes_on) or (goes_on and not is_begun):
+        raise Problem(
+            400,
+            "continue_final_message needs an answer as the last message, and add_generation_prompt false",
+            param="continue_final_message",
+        )
+    if not begins and not is_begun:
+        raise unsupported("add_generation_prompt", "without it there is no answer")
+    if goes_on is False and is_begun:
+        raise Problem(400, "the last message is an answer: there is nothing to answer", param="continue_final_message")
 
 
 def read_completion(body: Mapping[str, Any], limits: Limits) -> tuple[Asked, bool, bool]:

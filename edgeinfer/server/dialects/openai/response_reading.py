@@ -10,7 +10,12 @@ from edgeinfer.common.arguments import check_integer, shown
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.message import Message
 from edgeinfer.server.asked import Asked
-from edgeinfer.server.dialects.openai.messages import arguments_of, check_number_of, read_tools
+from edgeinfer.server.dialects.openai.messages import (
+    arguments_of,
+    check_number_of,
+    read_template_options,
+    read_tools,
+)
 from edgeinfer.server.limits import Limits
 from edgeinfer.server.problem import Problem, about, unsupported
 
@@ -20,7 +25,8 @@ _HARMLESS = frozenset(
 )
 _ONLY: Mapping[str, tuple[object, ...]] = {"truncation": ("disabled",), "background": (False,), "top_logprobs": (0,)}
 _READ = frozenset(
-    "model input instructions max_output_tokens tools tool_choice parallel_tool_calls text stream reasoning".split()
+    "model input instructions max_output_tokens tools tool_choice parallel_tool_calls text stream reasoning "
+    "timings_per_token return_progress chat_template_kwargs".split()
 )
 _TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 
@@ -48,11 +54,20 @@ def read(body: Mapping[str, Any], limits: Limits) -> Asked:
     if "max_output_tokens" in given:
         with about("max_output_tokens"):
             options["max_tokens"] = check_integer("max_output_tokens", given["max_output_tokens"], 1)
+    asked.template = read_template_options(given)
+    asked.tells_times, asked.tells_progress = (_flag(given, name) for name in ("timings_per_token", "return_progress"))
     _check_reasoning(given.get("reasoning", {}))
     options.update(_format(given.get("text", {})))
     asked.messages = _messages(given, limits)
     asked.tools = read_tools({**given, **_tools(given)}, limits)
     return asked
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value: object = given.get(name, False)
+    if not isinstance(value, bool):
+        raise Problem(400, f"{name} must be true or false: found {shown(value)}", param=name)
+    return value
 
 
 def _check_reasoning(given: object) -> None:

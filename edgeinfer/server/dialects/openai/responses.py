@@ -16,6 +16,7 @@ from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.openai import common
 from edgeinfer.server.dialects.openai.response_reading import read
 from edgeinfer.server.exchange import Exchange, encoded
+from edgeinfer.server.pace import Pace, timings_of
 from edgeinfer.server.served import Served
 from edgeinfer.server.server import Server
 from edgeinfer.stream import Stream
@@ -61,9 +62,14 @@ class ResponseForm(Form):
         if piece.reasoning:
             yield from self._add("reasoning", piece.reasoning)
         if piece.text or text:
-            yield from self._add("message", piece.text + text)
+            yield from self._add("message", piece.text + text, self._asked.times(number))
         for call in calls:
             yield from self._call(call)
+
+    @override
+    def progress(self, number: int, pace: Pace) -> Iterator[bytes]:
+        told = {"prompt_progress": pace.progress(), **self._asked.times(number)}
+        yield self._event("response.in_progress", response=self._response("in_progress"), **told)
 
     @override
     def ended(self, number: int, completion: Completion) -> Iterator[bytes]:
@@ -73,7 +79,10 @@ class ResponseForm(Form):
     @override
     def end(self) -> Iterator[bytes]:
         status = self._status()
-        yield self._event(f"response.{status}", response=self._response(status))
+        done = self._completion
+        is_told = done is not None and self._asked.tells_times
+        times = {"timings": timings_of(done.usage, done.timings)} if done is not None and is_told else {}
+        yield self._event(f"response.{status}", response=self._response(status), **times)
 
     @override
     def failed(self, error: Any) -> bytes:
@@ -137,8 +146,8 @@ class ResponseForm(Form):
 
     # ---- Items -------------------------------------------------------------------------------------------------------
 
-    def _add(self, kind: str, text: str) -> Iterator[bytes]:
-        """Text of a message, or reasoning."""
+    def _add(self, kind: str, text: str, told: Mapping[str, Any] = {}) -> Iterator[bytes]:
+        """Text of a message, or reasoning.  told: what is said beside it."""
         is_message = kind == "message"
         if not self._is_open or self._items[-1]["type"] != kind:
             yield from self._close()
@@ -152,7 +161,7 @@ class ResponseForm(Form):
             yield self._event("response.content_part.added", **self._place(), part=_part(kind))
         self._items[-1]["content"][0]["text"] += text
         more: dict[str, Any] = {"logprobs": []} if is_message else {}
-        yield self._event(f"response.{_NAMES[kind]}.delta", **self._place(), delta=text, **more)
+        yield self._event(f"response.{_NAMES[kind]}.delta", **self._place(), delta=text, **more, **told)
 
     def _close(self) -> Iterator[bytes]:
         if not self._is_open:
