@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -73,6 +73,7 @@ class Asked:
     prepare: Callable[[Engine], None] = lambda engine: None  # called first of all, in a thread
     going_on: GoingOn | None = None  # with an answer that another replica has begun
     ignored: list[str] = field(default_factory=list)
+    ignores_ends: bool = False  # whether no token ends a text, as benchmarks ask for
     suffix: str = ""  # what comes after the text that is asked for
     has_scores: bool = False  # whether the tokens of prompts are scored too
     scores: list[Score] = field(default_factory=list)  # of the prompts but their first tokens, once there are streams
@@ -104,9 +105,17 @@ class Asked:
         self.options["seed"] = going_on.seed
         self.options["begun"] = going_on.tokens
 
+    def _ban_ends(self, engine: Engine) -> None:
+        options = cast("dict[str, Any]", self.options)
+        given = options.get("logit_bias") or ()
+        pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
+        options["logit_bias"] = [*pairs, *((id, False) for id in sorted(engine.tokenizer.stop_ids))]
+
     def streams(self, engine: Engine, limits: Limits) -> Iterator[Stream]:
         """Its texts: the samples of the first prompt, of the second one, and so on. Raises as Engine.stream."""
         self.prepare(engine)
+        if self.ignores_ends:
+            self._ban_ends(engine)
         options = cast(RequestOptions, {**self.options, "timeout": self._seconds(limits)})
         if limits.predict is not None and "max_tokens" not in options:
             options["max_tokens"] = limits.predict

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_server.py [MODEL.gguf] [--users 1,2,4,8] [--rounds 3] [--tokens 128] [--gap 7600] \
         [--peer "llama-server -m {model} --port {port} -np 8 -c 65536"]
 
-Each user sends one chat of its own, greedy, streamed. Tokens a second of all users together, milliseconds to the first
+Each user sends one chat of its own, greedy, streamed, whose end is ignored. Tokens a second of all users together, milliseconds to the first
 token and between two pieces (median and 95th percentile), each over all rounds; the first round is a warm-up. Clients
 are threads of this process, on the same cores; a server that has nothing to do waits for the other one. `start_s`:
 seconds until /health answers. --gap: then one answer runs while a prompt of about as many tokens is read, and `reading`
@@ -115,6 +115,7 @@ def pieces(port: int, model: str, prompt: str, n_tokens: int, counts: list[int])
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": n_tokens,
         "temperature": 0.0,
+        "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

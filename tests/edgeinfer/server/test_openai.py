@@ -288,8 +288,18 @@ def test_what_routers_add_changes_nothing(server):
     plain = server.ask(CHAT, **HELLO)
     assert server.ask(CHAT, **(HELLO | ROUTERS))["choices"] == plain["choices"]
     for name, value in ROUTERS.items():
-        if name != "logprobs":
+        if name not in ("logprobs", "ignore_eos", "continue_final_message"):
             assert server.post(CHAT, HELLO | {name: not value}).status == 400, name
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_no_token_ends_a_text_where_ends_are_ignored(ending, is_chat):
+    path, body = (CHAT, HELLO) if is_chat else (TEXT, {"model": "tiny", "prompt": "hello"})
+    body = body | {"max_tokens": 60}
+    assert ending.ask(path, **body)["usage"]["completion_tokens"] < 60
+    endless = ending.ask(path, **(body | {"ignore_eos": True}))
+    assert endless["usage"]["completion_tokens"] == 60 and endless["choices"][0]["finish_reason"] == "length"
+    assert ending.post(path, body | {"ignore_eos": "yes"}).status == 400
 
 
 # ---- Models and the rest ---------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from edgeinfer.server.answering import Form, answer
 from edgeinfer.server.asked import Asked
 from edgeinfer.server.dialects.anthropic.common import met_stop
 from edgeinfer.server.dialects.llama_cpp.reading import (
-    ban_ends,
     biases_of,
     chosen,
     fields_of,
@@ -86,8 +85,6 @@ async def _answer(
         prepare(engine)
         if body.get("logit_bias"):
             asked.options["logit_bias"] = biases_of(body["logit_bias"], engine)
-        if body.get("ignore_eos") is True:
-            ban_ends(asked, engine)
 
     asked.prepare = prepare_all
     await answer(

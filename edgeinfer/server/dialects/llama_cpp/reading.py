@@ -62,6 +62,7 @@ def read(body: Mapping[str, Any], limits: Limits, is_infill: bool = False) -> As
             raise Problem(400, f"{name} must be true or false: found {shown(body[name])}", param=name)
     if body.get("post_sampling_probs") and "logprobs" in options:
         options["sampled_logprobs"] = True
+    asked.ignores_ends = body.get("ignore_eos") is True
     asked.tells_times, asked.tells_progress = bool(body.get("timings_per_token")), bool(body.get("return_progress"))
     return asked
 
@@ -164,14 +165,6 @@ def joined(parts: list[Any], engine: Engine) -> list[int]:
         else:
             raise Problem(400, f"prompt must be of texts and token ids: found {shown(part)}", param="prompt")
     return found
-
-
-def ban_ends(asked: Asked, engine: Engine) -> None:
-    """Let no token end a text."""
-    options = cast("dict[str, Any]", asked.options)
-    given = options.get("logit_bias") or ()
-    pairs = list(given.items()) if isinstance(given, Mapping) else list(given)
-    options["logit_bias"] = [*pairs, *((id, False) for id in sorted(engine.tokenizer.stop_ids))]
 
 
 def text_of(body: Mapping[str, Any], name: str) -> str:

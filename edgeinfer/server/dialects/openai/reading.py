@@ -23,14 +23,14 @@ _MOST_TOP = 20  # alternatives of a token, as at OpenAI
 _HARMLESS = (IGNORED | HARMLESS | {"prompt_cache_options"}) - {
     *("model", "stream", "stream_options", "parallel_tool_calls")
 }
-_FLAGS = ("verbose", "timings_per_token", "return_progress")  # of llama.cpp, for which see Asked
+_FLAGS = ("verbose", "timings_per_token", "return_progress", "ignore_eos")  # of llama.cpp, for which see Asked
 _ONLY: Mapping[str, tuple[object, ...]] = {  # of these only values that change nothing
     "best_of": (1,),
     "modalities": (["text"],),
     "function_call": ("none",),
     "functions": ([],),
     # Of vLLM and SGLang, whose routers send all of them.
-    **dict.fromkeys(("no_stop_trim", "ignore_eos", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "separate_reasoning", "stream_reasoning", "include_reasoning"), (True,)),
 }
 _LIMITS = (*LIMITS, "n_predict")  # the last one as llama.cpp names it
@@ -103,6 +103,7 @@ class Reader:
             shows_prompt=self.flag("verbose") if "verbose" in self.body else None,
             tells_times=self.flag("timings_per_token"),
             tells_progress=self.flag("return_progress"),
+            ignores_ends=self.flag("ignore_eos"),
         )
 
     def wants_usage(self) -> bool:
