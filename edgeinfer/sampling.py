@@ -172,6 +172,11 @@ class SamplingParams:
         """logit_bias as it is kept."""
         return cast(tuple[tuple[int, float], ...], self.logit_bias)
 
+    @property
+    def without_bans(self) -> SamplingParams:
+        """The same, but no token is banned."""
+        return replace(self, logit_bias=tuple(pair for pair in self.biases if pair[1] != -math.inf))
+
     def to_json(self) -> dict[str, object]:
         """The fields as JSON can hold them: logit_bias as {"id": bias}, with false for a banned token."""
         banned = -math.inf
@@ -189,13 +194,14 @@ def sample(
     """Id of the token at `position`, its index in the whole text.
 
     logits: (n_vocab,) float32, not changed.  previous: the tokens before it, prompt included; used by the penalties and
-    DRY only.  breakers: dry_sequence_breakers as tokens. Of equal values the lower id is taken. Raises NumericalError
-    if the largest logit is not a finite number or any is NaN, ShapeError, and InvalidArgument without a seed for a
-    draw, or if logit_bias bans every token.
+    DRY only.  breakers: dry_sequence_breakers as tokens. Of equal values the lower id is taken. Where logit_bias bans
+    all tokens that a constraint leaves, its bans give way. Raises NumericalError if the largest logit is not a finite
+    number or any is NaN, ShapeError, and InvalidArgument without a seed for a draw, or if logit_bias bans every token.
     """
     if logits.ndim != 1 or logits.size == 0 or logits.dtype != np.float32:
         raise ShapeError(f"logits must be (n_vocab,) float32: found {logits.shape} {logits.dtype}")
     recent: Sequence[int] = ()
+    given = logits
     if params.biases or params.has_dry:
         logits = adjusted(logits, params, previous, breakers)
     elif params.has_penalties:
@@ -208,6 +214,8 @@ def sample(
     if not math.isfinite(largest):
         if largest == -math.inf and len(params.biases) >= logits.size:
             raise InvalidArgument(f"logit_bias bans every one of {logits.size} tokens: leave at least one")
+        if largest == -math.inf and math.isfinite(given.max()) and len(params.without_bans.biases) < len(params.biases):
+            return sample(given, params.without_bans, position, previous, breakers)
         raise NumericalError(
             f"the largest of {logits.size} logits at position {position} is {largest} (token {id}): the model "
             "file is damaged or does not fit its hyper-parameters"

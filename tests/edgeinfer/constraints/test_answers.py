@@ -31,6 +31,17 @@ def test_an_answer_is_what_was_asked_for(engine, name, sampling):
     assert completion.parsed == expected
 
 
+@pytest.mark.parametrize("sampling", [SAMPLING[0], SAMPLING[1]], ids=str)
+def test_a_ban_gives_way_to_a_constraint_that_leaves_nothing_else(engine, sampling):
+    ends = dict.fromkeys(engine.tokenizer.stop_ids, False)
+    ended = engine.generate(PROMPT, max_tokens=40, choices=["alpha", "beta"], logit_bias=ends, **sampling)
+    assert ended.finish_reason == "stop" and ended.text in ("alpha", "beta")
+    a, b = (engine.tokenizer.encode(text)[-1] for text in "ab")
+    left = engine.generate(PROMPT, max_tokens=40, choices=["a", "b"], logit_bias={a: False}, **sampling)
+    assert left.text == "b"
+    assert engine.generate(PROMPT, choices=["a", "b"], logit_bias={a: False, b: False}, **sampling).text in "ab"
+
+
 @pytest.mark.parametrize("draft", ["suffix", "recycling", "answers", "auto"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_drafts_change_no_token(loaded, engine, model, name, draft):
