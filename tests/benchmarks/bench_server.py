@@ -6,9 +6,9 @@
 Each user sends one chat of its own, greedy, streamed, whose end is ignored. Tokens a second of all users together,
 milliseconds to the first token and between two pieces (median and 95th percentile), each over all rounds; the first
 round is a warm-up. Clients are threads of this process, on the same cores; a server that has nothing to do waits for
-the other one. `start_s`: seconds until /health answers. --gap: then one answer runs while a prompt of about as many tokens is read, and `reading`
-has the milliseconds between its pieces meanwhile. The engine alone, without HTTP, runs after it (`engine`), so that the
-cost of HTTP is in the difference. One JSON line on stdout.
+the other one. `start_s`: seconds until /health answers. --gap: then one answer runs while a prompt of about as many
+tokens is read, and `reading` has the milliseconds between its pieces meanwhile. The engine alone, without HTTP, runs
+after it (`engine`), so that the cost of HTTP is in the difference. One JSON line on stdout.
 """
 
 from __future__ import annotations
