@@ -55,7 +55,8 @@ class Start:
 class Arguments(BaseModel):
     """Of the application.
 
-    replicas: at least and at first; most: with autoscaling.  threads: of each, which is also what Ray counts as CPUs.
+    replicas: at least and at first; most: with autoscaling, after so many seconds (grow) of more requests than they
+    have places, and fewer after so many (shrink) of fewer.  threads: of each, which is also what Ray counts as CPUs.
     parallel: texts that run at once in one; it has as many requests again waiting before it is passed over.
     n_ctx: positions of all texts.  draft: as --drafter.
     """
@@ -63,6 +64,8 @@ class Arguments(BaseModel):
     model: str
     replicas: int = 1
     most: int | None = None
+    grow: float = 30.0
+    shrink: float = 600.0
     threads: int = 2
     parallel: int = 4
     n_ctx: int = 8192
@@ -208,6 +211,7 @@ def _seed(start: Start) -> str | None:
 def build(arguments: Arguments) -> Any:
     """The application, for `serve run`."""
     most = arguments.most or arguments.replicas
+    look_back = min(30.0, arguments.grow, arguments.shrink)
     replicas = Replica.options(
         ray_actor_options={"num_cpus": arguments.threads},
         max_ongoing_requests=2 * arguments.parallel,
@@ -215,6 +219,10 @@ def build(arguments: Arguments) -> Any:
             min_replicas=arguments.replicas,
             max_replicas=most,
             target_ongoing_requests=arguments.parallel,  # those that wait and run, on average
+            upscale_delay_s=arguments.grow,
+            downscale_delay_s=arguments.shrink,
+            look_back_period_s=look_back,
+            metrics_interval_s=look_back / 3,
         ),
         request_router_config=RequestRouterConfig(
             request_router_class=_ROUTER, request_router_kwargs={"num_fallback_replicas": max(0, most - 1)}
@@ -229,17 +237,29 @@ def build(arguments: Arguments) -> Any:
 @click.argument("model", type=click.Path(exists=True))
 @click.option("--replicas", default=1, show_default=True, help="Replicas at first and at least.")
 @click.option("--most", type=int, help="Replicas at most.")
+@click.option("--grow", default=30.0, show_default=True, help="Seconds of more requests, after which replicas come.")
+@click.option("--shrink", default=600.0, show_default=True, help="Seconds of fewer requests, after which they go.")
 @click.option("--threads", default=2, show_default=True, help="Threads of each.")
 @click.option("--draft", default="auto", show_default=True, help="As --drafter of edgeinfer serve.")
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8080, show_default=True)
-def main(model: str, replicas: int, most: int | None, threads: int, draft: str, host: str, port: int) -> None:
+def main(
+    model: str,
+    replicas: int,
+    most: int | None,
+    grow: float,
+    shrink: float,
+    threads: int,
+    draft: str,
+    host: str,
+    port: int,
+) -> None:
     """Run a fleet on this machine until Ctrl-C."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray.init(address="local", num_cpus=threads * (most or replicas), include_dashboard=False)
     serve.start(http_options={"host": host, "port": port})
     arguments = Arguments(model=os.path.abspath(model), replicas=replicas, most=most, threads=threads, draft=draft)
-    serve.run(build(arguments), name="fleet")
+    serve.run(build(arguments.model_copy(update={"grow": grow, "shrink": shrink})), name="fleet")
     print(f"listening on http://{host}:{port}", flush=True)
     try:
         while True:

@@ -99,10 +99,10 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def model_of(port: int) -> str:
+def model_of(port: int, key: str = "") -> str:
     """The name by which the server has its model."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", "/v1/models")
+    connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})
     found = str(json.loads(connection.getresponse().read())["data"][0]["id"])
     connection.close()
     return found

@@ -87,7 +87,7 @@ class Soak:
             connection.close()
 
 
-def _server_of(port: int) -> psutil.Process:
+def server_of(port: int) -> psutil.Process:
     """The process that listens on a port, a child of this one."""
     for process in psutil.Process().children(recursive=True):
         if any(each.laddr.port == port and each.status == "LISTEN" for each in process.net_connections("inet")):
@@ -117,7 +117,7 @@ def main(path: Path | None, minutes: float, clients: int, parallel: int) -> None
         str(path),
     ]
     with running(command, port):
-        server = _server_of(port)
+        server = server_of(port)
         soak = Soak(port, time.monotonic() + 60 * minutes)
         threads = [threading.Thread(target=soak.client, args=(seed,)) for seed in range(clients)]
         for thread in threads:

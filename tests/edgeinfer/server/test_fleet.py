@@ -1,4 +1,5 @@
-"""examples/ray/fleet.py: three replicas on a local Ray cluster, one of which is lost while answers run."""
+"""examples/ray/fleet.py on a local Ray cluster: a replica that is lost while answers run, and replicas that come and go
+with the load."""
 
 import http.client
 import importlib.util
@@ -10,10 +11,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-import pytest
 from http_server import free_port, running
 from parts import missing
 
@@ -61,24 +62,24 @@ def plain(data):
     return re.sub(rb'"id":"[\w-]+"|"created":\d+|"cached_tokens":\d+', b"", data)
 
 
-@pytest.fixture
-def fleet(model, tmp_path):
-    """The port of a fleet, which is ended after the test with all its processes."""
+@contextmanager
+def fleet(model, folder, options):
+    """(port, process) of a fleet, which is ended after the block with all its processes."""
     if importlib.util.find_spec("ray") is None:
         missing("ray", "Ray is not installed: pip install -r examples/ray/requirements.txt")
-    port, log = free_port(), tmp_path / "log"
-    options = f"--replicas 3 --threads 1 --draft none --port {port}".split()
+    port, log = free_port(), folder / "log"
+    arguments = [*options.split(), "--threads", "1", "--draft", "none", "--port", str(port)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER_", "RAY_"))}
     with log.open("wb") as to:
         process = subprocess.Popen(
-            [sys.executable, str(FLEET), str(model), *options], stdout=to, stderr=to, env=environment
+            [sys.executable, str(FLEET), str(model), *arguments], stdout=to, stderr=to, env=environment
         )
     try:
         until = time.monotonic() + 120
         while b"listening on" not in log.read_bytes():
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-5000:]
             time.sleep(0.2)
-        yield port
+        yield port, psutil.Process(process.pid)
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
@@ -92,11 +93,25 @@ def fleet(model, tmp_path):
         psutil.wait_procs(children, 10)
 
 
-def test_answers_of_a_lost_replica_end_with_the_same_bytes(model, fleet):
-    with edgeinfer.load(model, backend="native", parallel=4, draft="none") as engine, running(engine) as alone:
+def replicas_of(process):
+    """The processes of a fleet that are replicas."""
+    found = set()
+    for child in process.children(recursive=True):
+        with suppress(psutil.Error):
+            if "ServeReplica:fleet:Replica" in " ".join(child.cmdline()):
+                found.add(child.pid)
+    return found
+
+
+def test_answers_of_a_lost_replica_end_with_the_same_bytes(model, tmp_path):
+    with (
+        fleet(model, tmp_path, "--replicas 3") as (port, _),
+        edgeinfer.load(model, backend="native", parallel=4, draft="none") as engine,
+        running(engine) as alone,
+    ):
         stop_ids = sorted(engine.tokenizer.stop_ids)
         bodies = [asked(number, stop_ids) for number in range(N_ANSWERS)]
-        clients = [Client(fleet, body) for body in bodies]
+        clients = [Client(port, body) for body in bodies]
         for client in clients:
             client.start()
         alone.wait(lambda: all(client.data for client in clients), 60)
@@ -112,6 +127,37 @@ def test_answers_of_a_lost_replica_end_with_the_same_bytes(model, fleet):
             assert plain(client.data) == plain(whole.body)
             assert b"data: [DONE]" in client.data
         stays = next(client for client in clients if client.replica != lost)
-        same = Client(fleet, stays.body | {"max_tokens": 2})
+        same = Client(port, stays.body | {"max_tokens": 2})
         same.run()
         assert same.replica == stays.replica  # a consistent hash: others keep their conversations
+
+
+def test_replicas_come_and_go_with_the_load(model, tmp_path):
+    with (
+        fleet(model, tmp_path, "--replicas 1 --most 2 --grow 1 --shrink 2") as (port, process),
+        edgeinfer.load(model, backend="native", parallel=4, draft="none") as engine,
+        running(engine) as alone,
+    ):
+        bodies = [asked(number, sorted(engine.tokenizer.stop_ids)) for number in range(N_ANSWERS)]
+        first, is_over, answers = replicas_of(process), threading.Event(), []
+        assert len(first) == 1
+
+        def ask(body):
+            while not is_over.is_set():
+                client = Client(port, body)
+                client.run()
+                answers.append(client)
+
+        users = [threading.Thread(target=ask, args=(body,), daemon=True) for body in bodies]
+        for user in users:
+            user.start()
+        alone.wait(lambda: len({client.replica for client in answers}) == 2, 120)
+        is_over.set()
+        for user in users:
+            user.join(60)
+        assert first < {client.replica for client in answers}
+        alone.wait(lambda: len(replicas_of(process)) == 1, 60)
+        answers.append(Client(port, bodies[0]))  # whatever replica was left
+        answers[-1].run()
+        whole = {json.dumps(body): plain(alone.post(CHAT, body).body) for body in bodies}
+        assert all(client.status == 200 and plain(client.data) == whole[json.dumps(client.body)] for client in answers)

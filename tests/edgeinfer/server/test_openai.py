@@ -218,6 +218,15 @@ def test_several_prompts_and_samples_have_an_index_each(server, engine):
     assert [choice["text"] for choice in said["choices"]] == expected
 
 
+@pytest.mark.parametrize("n_top", [0, 2])
+def test_the_token_that_was_drawn_is_always_among_the_alternatives(server, n_top):
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 1.5, "logprobs": n_top}
+    found = server.ask(TEXT, **asked)["choices"][0]["logprobs"]
+    drawn = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+    assert all(top[token] == value and len(top) in (n_top, n_top + 1) for token, value, top in drawn)
+    assert len(found["tokens"]) == 8 and (n_top or all(len(top) == 1 for top in found["top_logprobs"]))
+
+
 def test_echo_with_log_probabilities_scores_the_prompt(server, engine):
     tokens = engine.tokenize("hello there is one more")
     (score,) = engine.score(tokens[:1], [tokens[1:]])

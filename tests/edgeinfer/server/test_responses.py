@@ -30,6 +30,11 @@ def test_a_response_has_the_text_of_the_engine(server, engine):
     assert parts["output"][0]["content"] == item["content"]
 
 
+def test_the_user_of_a_response_is_that_of_the_request_or_absent(server):
+    assert "user" not in server.ask(PATH, **HELLO) and "user" not in server.ask(PATH, **HELLO, user=None)
+    assert server.ask(PATH, **HELLO, user="ann")["user"] == "ann"
+
+
 def test_events_are_numbered_and_in_order(server, engine):
     body = server.post(PATH, HELLO | {"stream": True}).body.decode()
     events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith("data: ")]

@@ -112,6 +112,6 @@ class TextForm(ChoicesForm):
             found["tokens"].append(text)
             found["token_logprobs"].append(common.logprob(each.logprob))
             top = {common.token_text(self._engine, id): common.logprob(value) for id, value in each.top[:n_top]}
-            found["top_logprobs"].append({**top, text: common.logprob(each.logprob)} if n_top else None)
+            found["top_logprobs"].append({**top, text: common.logprob(each.logprob)})  # the one that was drawn always
             found["text_offset"].append(offset)
         return found

@@ -86,7 +86,7 @@ class ResponseForm(Form):
 
     @override
     def failed(self, error: Any) -> bytes:
-        return self._event("error", **error["error"])
+        return self._event("error", **{name: value for name, value in error["error"].items() if name != "type"})
 
     @override
     def whole(self) -> Any:
@@ -126,10 +126,10 @@ class ResponseForm(Form):
             "frequency_penalty": params.frequency_penalty,
             "truncation": "disabled",
             "usage": self._usage(),
-            "user": body.get("user"),
             "safety_identifier": None,
             "prompt_cache_key": None,
             "metadata": body.get("metadata") or {},
+            **({} if body.get("user") is None else {"user": body["user"]}),  # which may be absent, but not null
         }
 
     def _usage(self) -> dict[str, Any] | None:
