@@ -295,7 +295,7 @@ class Conversation(OfOneProcess):
     def prompt(self, *, add_generation_prompt: bool = True, **options: Unpack[PromptOptions]) -> list[int]:
         """Tokens of the prompt for an answer to the messages as they are, also of one that does not fit.
 
-        add_generation_prompt: the answer is begun.  Raises TemplateError, InvalidArgument.
+        add_generation_prompt: the answer is begun, by an answer at the end of the messages if there is one.  Raises TemplateError, InvalidArgument.
         """
         use, values = tool_use_of(options), self._values(options)
         if not add_generation_prompt:
@@ -333,7 +333,7 @@ class Conversation(OfOneProcess):
         others.pop("chat_template_kwargs", None)
         use = self._selected(messages, tool_use_of(tool_options), tool_options.get("tool_selection"))
         hint = "shorten the message, leave out older ones (/shorten, /undo, /clear) or raise n_ctx (-c)"
-        n_least = self._least_tokens(messages)
+        n_least = self._least_tokens(messages, values)
         if n_least >= self.engine.n_ctx:
             raise ContextOverflow(n_least + 1, self.engine.n_ctx, hint, at_least=True)
         prompt, opened = self._begun_prompt(messages, use, values, begun)
@@ -357,10 +357,11 @@ class Conversation(OfOneProcess):
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
         """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""
-        n_least = self._least_tokens(messages)
+        n_least = self._least_tokens(messages, self._values({}))
         if n_least > self.engine.n_ctx:
             return n_least
-        return len(self._encode(messages, add_generation_prompt=add_generation_prompt))
+        values = self._values({})
+        return len(self._encode(messages, add_generation_prompt=add_generation_prompt, values=values))
 
     def _encode(
         self,
@@ -494,7 +495,7 @@ class Conversation(OfOneProcess):
             return fitted
         return cast(Message, {key: value for key, value in message.items() if key not in ("tokens", "opened")})
 
-    def _least_tokens(self, messages: list[Message]) -> int:
+    def _least_tokens(self, messages: list[Message], values: TemplateValues) -> int:
         """A number of tokens that the prompt has at least, in little time however long the messages are."""
         from edgeinfer.models.chat_template import MAX_LENGTH
 
@@ -504,9 +505,8 @@ class Conversation(OfOneProcess):
             return 0
         if sum(len(message["content"]) for message in messages) > MAX_LENGTH:
             return n_least  # more than a template is given
-        return least_tokens(
-            self._rendered_by(self._template.render, messages)
-        )  # a template may leave out what does not fit
+        # A template may leave out what does not fit.
+        return least_tokens(self._rendered_by(lambda given: self._template.render(given, values=values), messages))
 
     def _last_question(self) -> int:
         """Index of the last question, which has an answer, perhaps with calls of tools and their results before it."""

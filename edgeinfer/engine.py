@@ -360,7 +360,7 @@ class Engine(OfOneProcess):
         """
         text, end = ranking_prompt(query, documents, template)
         prompt: Prompt = text + end
-        has_chats = self._given_template is not None or "tokenizer.chat_template" in self._file.metadata
+        has_chats = self.has_given_template or "tokenizer.chat_template" in self._file.metadata
         if template is None and has_chats:
             messages = [{"role": "user", "content": text}]
             asked = self.template.encode(self.tokenizer, messages, add_generation_prompt=True)
@@ -371,6 +371,11 @@ class Engine(OfOneProcess):
         if len({each.token for each in first}) < len(first):
             raise InvalidArgument(f"{self.name} does not tell {', '.join(letters)} apart by their first token here")
         return sorted(enumerate(each.logprob for each in first), key=lambda pair: -pair[1])
+
+    @property
+    def has_given_template(self) -> bool:
+        """Whether the chat template was given by who loaded the model, in place of the file's."""
+        return self._given_template is not None
 
     @cached_property
     def template(self) -> ChatTemplate:

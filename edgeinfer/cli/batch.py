@@ -92,7 +92,7 @@ def _answer(
     from edgeinfer.batch.output import Keys
     from edgeinfer.batch.run import Run, survey
 
-    keys = Keys({"model": engine.path.name, **options})
+    keys = Keys({"model": engine.path.name, **_told_to_templates(engine), **options})
     if output is not None:
         progress.n_errors = output.n_errors
     if _is_regular(file):
@@ -107,6 +107,12 @@ def _answer(
         )
     if not quiet:
         note(_summary(progress))
+
+
+def _told_to_templates(engine: Engine) -> dict[str, str]:
+    """What prompts of chats depend on beside the model: nothing, unless the command says so."""
+    found = {} if engine.reasoning == "auto" else {"reasoning": engine.reasoning}
+    return found | ({"chat_template": engine.template.source} if engine.has_given_template else {})
 
 
 def _is_regular(file: BinaryIO) -> bool:

@@ -281,7 +281,9 @@ class Repl:
             return
         option = next(option for option in self._context.command.params if option.name == "model")
         name = option.process_value(self._context, argument)
-        flags = self._flags | {"model": name, "hf_repo": None, "hf_file": None}
+        # A template that was given is that of the model before.
+        flags = self._flags | dict.fromkeys(("hf_repo", "hf_file", "chat_template", "chat_template_file"))
+        flags |= {"model": name}
         try:
             self._change_engine(open_engine(flags))
         except BudgetExceeded:

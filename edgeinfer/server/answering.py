@@ -66,7 +66,7 @@ async def answer(
         exchange.extra["x-edgeinfer-ignored"] = ", ".join(sorted(asked.ignored))
     asked.go_on(read_going_on(exchange.headers.get(HEADER)))
     exchange.watch()
-    is_told = asked.is_stream and asked.tells_progress
+    is_told = asked.is_stream and asked.tells_progress and asked.going_on is None
     async with server.models.use(asked.model) as served, server.running(exchange, asked.n_texts) as run:
         form = form_of(served, asked)
         asked.tell_read = run.tell_read if is_told else None

@@ -22,7 +22,7 @@ async def metrics(server: Server, exchange: Exchange) -> None:
     """Counters and times, as Prometheus reads them."""
     lines = [*server.metrics.lines(_gauges(server)), *_lines_of_llama(server)]
     text = "\n".join(lines) + "\n"
-    await exchange.reply(200, text.encode(), _METRICS, {"process-start-time-unix": str(server.started)})
+    await exchange.reply(200, text.encode(), _METRICS, {"Process-Start-Time-Unix": str(server.started)})
 
 
 def _lines_of_llama(server: Server) -> Iterator[str]:

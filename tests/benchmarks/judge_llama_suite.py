@@ -106,6 +106,9 @@ ENDLESS: tuple[str, ...] = (
 )
 # Their presets are loaded before all tests, those of models that are not here too.
 _PLUGIN = f"""
+import json
+import os
+
 import pytest
 import utils
 
@@ -113,9 +116,15 @@ utils.ServerPreset.load_all = staticmethod(lambda: None)
 
 
 def pytest_collection_modifyitems(config, items):
-    left_out = {tuple(LEFT_OUT)!r}
-    kept = [item for item in items if not (item.nodeid + " ").startswith(left_out)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    kept, left_out = [], {{}}
+    for item in items:
+        name = next((name for name in {tuple(LEFT_OUT)!r} if (item.nodeid + " ").startswith(name)), None)
+        if name is None:
+            kept.append(item)
+        else:
+            left_out[name] = left_out.get(name, 0) + 1
+    with open(os.environ["JUDGE_LEFT_OUT"], "w") as file:
+        json.dump(left_out, file)
     items[:] = kept
 
 
@@ -130,21 +139,17 @@ def as_with_their_model(request, monkeypatch):
 
 def _run(
     sources: Path, python: str, environment: dict[str, str], port: int, files: Sequence[str]
-) -> dict[str, list[str]]:
-    """Outcomes of the tests, by their kind.  environment: what llama_server.py reads."""
-    tests = sources / "tools" / "server" / "tests"
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """(tests by their outcome, numbers of those that are left out).  environment: what llama_server.py reads."""
+    tests, shim = sources / "tools" / "server" / "tests", Path(__file__).resolve().with_name("llama_server.py")
     with tempfile.TemporaryDirectory() as folder:
-        shim, found = Path(folder, "llama-server"), Path(folder, "found.xml")
-        shim.write_text(
-            f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).resolve().with_name("llama_server.py")}" "$@"\n'
-        )
-        shim.chmod(0o755)
+        server, found, left_out = (Path(folder, name) for name in ("llama-server", "found.xml", "left_out.json"))
+        server.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{shim}" "$@"\n')
+        server.chmod(0o755)
         Path(folder, "judged.py").write_text(_PLUGIN)
-        command = [python, "-m", "pytest", "-q", "-p", "judged", f"--junitxml={found}"]
-        command += [f"--ignore={name}" for name in LEFT_OUT if name.endswith(".py")]
-        command += files
-        environment = {**os.environ, **environment, "LLAMA_SERVER_BIN_PATH": str(shim), "PORT": str(port)}
-        environment["PYTHONPATH"] = os.pathsep.join((folder, str(tests)))
+        environment = {**os.environ, **environment, "LLAMA_SERVER_BIN_PATH": str(server), "PORT": str(port)}
+        environment |= {"PYTHONPATH": os.pathsep.join((folder, str(tests))), "JUDGE_LEFT_OUT": str(left_out)}
+        command = [python, "-m", "pytest", "-q", "-p", "judged", f"--junitxml={found}", *files]
         run = subprocess.run(command, cwd=tests, env=environment, stdout=sys.stderr)
         if not found.exists():
             raise click.ClickException(f"pytest ended with {run.returncode}")
@@ -153,7 +158,7 @@ def _run(
             kinds = {child.tag for child in case}
             kind = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
             outcomes[kind].append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
-        return outcomes
+        return outcomes, json.loads(left_out.read_text())
 
 
 def _environment(model: Path, fill_in_model: Path | None) -> dict[str, str]:
@@ -178,12 +183,15 @@ def main(
 ) -> None:
     """See the top of this file."""
     model = default_model() if model is None else model
-    outcomes = _run(sources, python, _environment(model, fill_in_model), port, files)
+    outcomes, left_out = _run(sources, python, _environment(model, fill_in_model), port, files)
+    if not files and (unused := LEFT_OUT.keys() - left_out.keys()):
+        raise click.ClickException(f"no test is left out by {', '.join(sorted(unused))}")
     numbers = Counter({kind: len(names) for kind, names in outcomes.items()})
     by_file = Counter(re.split("::", name)[0] for name in outcomes["passed"])
     report = {"model": model.name, **numbers, "passed_by_file": by_file, "failures": outcomes["failed"]}
-    report |= {"skips": outcomes["skipped"], "left_out": LEFT_OUT, "words_not_compared": WORDS, "kept_going": ENDLESS}
-    print(json.dumps({**report, "machine": machine()}))
+    report |= {"skips": outcomes["skipped"], "n_left_out": sum(left_out.values())}
+    report["left_out"] = {name.strip(): {"cases": n, "why": LEFT_OUT[name]} for name, n in left_out.items()}
+    print(json.dumps({**report, "words_not_compared": WORDS, "kept_going": ENDLESS, "machine": machine()}))
     sys.exit(1 if outcomes["failed"] else 0)
 
 

@@ -325,7 +325,9 @@ def test_a_run_goes_on_with_the_output_of_another(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ["input", "shorter", "flags", "other file", "other text", "twice"], ids=lambda name: name
+    "change",
+    ["input", "shorter", "flags", "template", "reasoning", "other file", "other text", "twice"],
+    ids=lambda name: name,
 )
 def test_an_output_of_something_else_is_refused_and_left_as_it_is(run, tmp_path, change):
     source = written(tmp_path / "in.jsonl", [OWN | {"seed": i} for i in range(3)])
@@ -337,6 +339,10 @@ def test_an_output_of_something_else_is_refused_and_left_as_it_is(run, tmp_path,
         written(source, [OWN])
     elif change == "flags":
         flags = ["--temp", "0.5"]
+    elif change == "template":
+        flags = ["--chat-template", "llama3"]
+    elif change == "reasoning":
+        flags = ["-rea", "off"]
     elif change == "other file":
         written(out, [{"a": 1}])
     elif change == "other text":

@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
         ],
     ),
     ("architectures", [{"models", "models.architectures"}]),
+    ("what a template is told", [{"template_values"}]),
     ("hardware for ternary products", [{"hls"}]),
     ("interface of backends", [{"backends"}]),
     (

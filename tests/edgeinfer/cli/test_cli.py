@@ -326,13 +326,17 @@ def test_no_other_variables_than_those_of_the_help_stand_for_flags(monkeypatch):
     assert set(variables) == {
         *("chat", "generate", "batch", "serve", "profile", "bench", "imatrix", "distill", "evaluate")
     }
+    of_templates = {"EDGEINFER_CHAT_TEMPLATE", "EDGEINFER_CHAT_TEMPLATE_FILE", "EDGEINFER_REASONING"}
     assert variables["serve"] - variables["generate"] == {
-        *("EDGEINFER_HOST", "EDGEINFER_PORT", "EDGEINFER_API_KEY_FILE")
+        *("EDGEINFER_HOST", "EDGEINFER_PORT", "EDGEINFER_API_KEY_FILE"),
+        *of_templates,
     }
+    assert variables["batch"] - variables["generate"] == of_templates
     assert variables["bench"] == {"EDGEINFER_THREADS", "EDGEINFER_BUDGET"}
     assert variables["distill"] == variables["evaluate"] == variables["imatrix"] == {"EDGEINFER_THREADS"}
     assert variables["chat"] - variables["generate"] == {
-        *("EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING", "EDGEINFER_PLAIN")
+        *("EDGEINFER_NO_HISTORY", "EDGEINFER_SHOW_REASONING", "EDGEINFER_PLAIN"),
+        *of_templates,
     }
     assert variables["generate"] > {"EDGEINFER_MODEL", "EDGEINFER_TEMP", "EDGEINFER_REPEAT_LAST_N"}
     monkeypatch.setenv("EDGEINFER_TEMP", "hot")

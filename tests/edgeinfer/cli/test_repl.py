@@ -287,6 +287,28 @@ def test_another_model_goes_on_with_the_conversation(model, other, tmp_path):
     assert [message["content"] for message in messages] == [message["content"] for message in moved.messages]
 
 
+def test_a_template_that_was_given_is_that_of_the_first_model(model, other, tmp_path):
+    talk = tmp_path / "talk.jsonl"
+    with sitting_at(model, tmp_path, "-n", "3", "-s", "1", "--chat-template", "llama3") as person:
+        person.say("hello")
+        person.see("tok/s")
+        person.say(f"/model {other}")
+        person.see("(the other) | reference")
+        person.say("again")
+        person.see("tok/s")
+        person.say(f"/save {talk}")
+        person.say("/exit")
+        assert person.leave() == 0
+    messages = [json.loads(line) for line in talk.read_text().splitlines()]
+    given = edgeinfer.load(model, backend="reference", chat_template="llama3")
+    with given, edgeinfer.load(other, backend="reference") as second:
+        conversation = given.chat()
+        list(conversation.send("hello", max_tokens=3, seed=1))
+        moved = conversation.moved_to(second)
+        list(moved.send("again", max_tokens=3, seed=1))
+    assert [message["content"] for message in messages] == [message["content"] for message in moved.messages]
+
+
 def test_a_model_for_which_there_is_no_room_beside_takes_the_place_and_a_bad_one_gives_it_back(
     model, other, tmp_path, monkeypatch
 ):

@@ -54,9 +54,10 @@ def test_another_server_goes_on_with_the_same_bits(server, model, n_begun):
     going_on = f"seed={reply.headers['x-edgeinfer-seed']}; tokens={','.join(map(str, tokens[:n]))}; id={id}"
     with edgeinfer.load(model, backend="native", parallel=2) as engine, running(engine) as other:
         engine.tokenizer.stop_ids = frozenset()
-        rest = other.post(CHAT, HELLO, **{"x-edgeinfer-continue": going_on})
+        rest = other.post(CHAT, HELLO | {"return_progress": True}, **{"x-edgeinfer-continue": going_on})
         assert rest.status == 200, rest.body
         after = parts(rest)
+        assert not any("prompt_progress" in data for data, _ in after)  # the client has got further already
         assert text_of(before) + text_of(after) == text_of(whole)
         chunks = [json.loads(data) for data, _ in after[:-1]]
         assert {chunk["id"] for chunk in chunks} == {id}

@@ -202,6 +202,7 @@ def test_templates_are_told_whether_to_reason(model):
             ]
             assert usages == [n_on, n_off, n_on, n_off, n_on]
             assert server.get("/props").json["chat_template"] == template
+            assert server.ask("/api/show", model="tiny")["template"] == template
             refused = server.post(CHAT, HELLO | {"chat_template_kwargs": {"messages": []}})
             assert refused.status == 400 and "gets no value named 'messages'" in refused.json["error"]["message"]
 

@@ -74,17 +74,18 @@ def _running(server: Server, served: Served) -> dict[str, Any]:
 
 
 def _shown(id: str, served: Served | None, about: About) -> dict[str, Any]:
-    architecture, capabilities = about.architecture, ["completion"]
+    architecture, capabilities, template = about.architecture, ["completion"], about.template
     if served is None:
         capabilities += ["tools"] if about.template else []
     else:
         can = abilities(served.engine)
+        template = served.engine.template.source if served.engine.has_given_template else template
         capabilities += [*(["tools"] if can.chats else []), *(["thinking"] if can.reasons else [])]
         capabilities += ["insert"] if marks_of(served.engine) is not None else []
     return {
         "modelfile": f"FROM {id}\n",
         "parameters": "",
-        "template": about.template,
+        "template": template,
         "license": "",
         "modified_at": common.moment(about.modified),
         "details": common.details(about),
