@@ -232,7 +232,7 @@ class _Cell:
             for median in (habits.prompt, habits.answer)
         )
         free = (at for at in user.home if self._queues[at].n_texts < most)
-        at = next(free, min(user.home, key=lambda each: self._queues[each].n_texts))
+        at = next(free, user.home[0])
         self.n_asked += 1
         if at == user.home[0]:
             text = _Text(user, now, prompt + user.missing, answer, answer)

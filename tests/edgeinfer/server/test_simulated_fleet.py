@@ -68,8 +68,8 @@ def test_requests_are_passed_on_where_a_replica_has_its_number(fleet):
         return fleet.simulate(one_by_one, habits, 8, 5000, n_replicas=4, routing="hash", most=most)
 
     hashed, passed, costly = waits(0.0, math.inf), waits(0.0, 1), waits(1000.0, 1)
-    assert hashed.moved == 0 < passed.moved < 1 and passed.first_p95 < 0.8 * hashed.first_p95
-    assert costly.first_p95 > hashed.first_p95  # the whole conversation is read again
+    assert hashed.moved == 0 < passed.moved < 1 and passed.first_p95 < 0.5 * hashed.first_p95
+    assert costly.first_p95 > 2 * passed.first_p95  # the whole conversation is read again
 
 
 def test_routers_carry_what_is_asked_and_check_all_replicas(fleet):
