@@ -81,3 +81,4 @@ class Completion:
     parse_error: str | None = None
     # in a chat with tools: why a call is part of the text, None where none is
     call_error: str | None = None
+    end_logprob: TokenLogprob | None = None  # of the stop token that ended it, where `logprobs` was given

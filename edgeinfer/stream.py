@@ -283,19 +283,21 @@ class Record:
         parsed, error = None, None
         if self.constraint is not None and not self._calls:
             parsed, error = self.constraint.result(self._tokens, reason)
+        n = len(self._tokens)
         self.completion = Completion(
             "".join(self._text),
             tuple(self._tokens),
             reason,
-            Usage(self.n_prompt, self.n_cached, len(self._tokens)),
+            Usage(self.n_prompt, self.n_cached, n),
             self._timings(),
             self.params,
             self._output.reasoning,
             tuple(self._calls),
-            tuple(self.logprobs[: len(self._tokens)]),
+            tuple(self.logprobs[:n]),
             parsed,
             error,
             self._output.call_error,
+            None if stop_token is None else next(iter(self.logprobs[n : n + 1]), None),
         )
         return Piece(rest, (), reason, reasoning, (), new_calls)
 

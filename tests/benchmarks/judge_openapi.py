@@ -38,7 +38,9 @@ from edgeinfer.library.local import default_model
 _KEY = "judged"
 # Nulls that stay, by the route and the place: why.
 _PARTS = "POST /completions, events"
-_FIRST = "of a prompt's first token, which has no log probability: other servers send null too, and lm-eval leaves it out"
+_FIRST = (
+    "of a prompt's first token, which has no log probability: other servers send null too, and lm-eval leaves it out"
+)
 KNOWN: dict[tuple[str, str], str] = {
     (_PARTS, "choices/*/finish_reason"): "until a text ends, as in the document's own example of a stream",
     (_PARTS, "usage"): "in all chunks but the last one, as the document says of stream_options",

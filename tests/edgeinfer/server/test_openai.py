@@ -218,6 +218,23 @@ def test_several_prompts_and_samples_have_an_index_each(server, engine):
     assert [choice["text"] for choice in said["choices"]] == expected
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_stop_token_is_among_the_log_probabilities(ending, stream):
+    """lm-eval takes all but the last token for the prompt, whatever token was drawn."""
+    engine = ending.engine
+    stop, prompt = min(engine.tokenizer.stop_ids), engine.tokenize("hello there")
+    (score,) = engine.score(prompt, [[stop]])
+    asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "logprobs": 1, "echo": True, "stream": stream}
+    reply = ending.post(TEXT, {**asked, "logit_bias": {str(stop): 100}})
+    choices = [event["choices"][0] for event in reply.events[:-1]] if stream else reply.json["choices"]
+    found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens, values = ([each for part in found for each in part[name]] for name in ("tokens", "token_logprobs"))
+    assert choices[-1]["finish_reason"] == "stop" and "".join(choice["text"] for choice in choices) == "hello there"
+    assert tokens == [engine.tokenizer.name(id) for id in (*prompt, stop)] and values[-1] == score.logprob
+    plain = engine.generate(prompt, max_tokens=1, logprobs=0, logit_bias=dict.fromkeys(engine.tokenizer.stop_ids, -100))
+    assert plain.end_logprob is None and engine.generate(prompt, logit_bias={stop: 100}).end_logprob is None
+
+
 @pytest.mark.parametrize("n_top", [0, 2])
 def test_the_token_that_was_drawn_is_always_among_the_alternatives(server, n_top):
     asked = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 1.5, "logprobs": n_top}

@@ -56,6 +56,7 @@ class TextForm(ChoicesForm):
     def ended(self, number: int, completion: Completion) -> Iterator[bytes]:
         self._completions[number] = completion
         if self._asked.is_stream:
+            self._logprobs.setdefault(number, []).extend(_of_end(completion))
             waiting = self._waiting(number) if self._logprobs.get(number) else None
             yield self._chunk(number, "", waiting, common.finish_of(completion))
 
@@ -75,7 +76,7 @@ class TextForm(ChoicesForm):
         if self._has_logprobs:
             self._offsets.pop(number, None)
             parts = [self._of_prompt(number)] if self._echo else []
-            parts.append(self._of_tokens(number, completion.logprobs))
+            parts.append(self._of_tokens(number, [*completion.logprobs, *_of_end(completion)]))
             logprobs = {name: [each for part in parts for each in part[name]] for name in parts[0]}
         return {
             "index": number,
@@ -115,3 +116,8 @@ class TextForm(ChoicesForm):
             found["top_logprobs"].append({**top, text: common.logprob(each.logprob)})  # the one that was drawn always
             found["text_offset"].append(offset)
         return found
+
+
+def _of_end(completion: Completion) -> list[TokenLogprob]:
+    """The stop token, if one was drawn: no part of the text, but lm-eval takes the last entry for a drawn token."""
+    return [] if completion.end_logprob is None else [completion.end_logprob]
