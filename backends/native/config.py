@@ -80,7 +80,7 @@ BLOCKS: dict[type, Sequence[str]] = {
     PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
     NoFeedForward: ("n_embd",),
     Experts: _OF_EXPERTS,
-    PlainExperts: _OF_EXPERTS,
+    PlainExperts: (*_OF_EXPERTS, "n_latent", "latent_down", "latent_up"),
     LayerEnd: _OF_LAYER_END,
     LayerInputs: _OF_LAYER_INPUTS,
 }
@@ -337,6 +337,7 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         n_ff_shared=block.n_ff_shared,
         router_scale=block.router_scale,
         own_inputs=block.router_norm is not None,
+        n_latent=block.n_latent if isinstance(block, PlainExperts) else 0,
     )
 
 

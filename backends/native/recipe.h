@@ -121,7 +121,7 @@ enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus 
 
 constexpr int kMostExpertGroups = 64, kMostUsed = 64;  // groups of experts, and experts of a row
 
-// n_ff_shared: 0 without a shared network.
+// n_ff_shared: 0 without a shared network. n_latent: numbers that experts read and give, 0 for those of the residual stream.
 struct ExpertsConfig {
     int n_ff, n_experts, n_used;
     RouterFunction function = RouterFunction::Softmax;
@@ -132,6 +132,7 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
     float router_scale = 1;
     bool own_inputs = false;  // the router and the shared network read x with norms of their own
+    int n_latent = 0;
 };
 
 // What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.

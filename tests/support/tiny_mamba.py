@@ -89,6 +89,7 @@ def write_tiny_mamba(
     n_per_key: int | None = None,
     n_vocab: int = 291,
     n_ctx_train: int = 512,
+    n_latent: int | None = None,
     tied: bool = False,
     has_ssm_norm: bool = True,
     types: Mapping[str, str] | None = None,
@@ -97,7 +98,8 @@ def write_tiny_mamba(
 ) -> Path:
     """Write a model and give back its path. What is not said here is as in tiny_hybrids.write_tiny_hybrid.
 
-    kinds: of the blocks.  n_per_head, n_per_key: numbers of v of a head, and of B of a group.  has_ssm_norm: of
+    kinds: of the blocks.  n_per_head, n_per_key: numbers of v of a head, and of B of a group.  n_latent: that
+    experts of nemotron_h_moe+latent read.  has_ssm_norm: of
     falcon-h1.
     """
     architecture, _, more = model.partition("+")
@@ -108,7 +110,7 @@ def write_tiny_mamba(
     sizes = MambaSizes(
         *(n_embd, len(kinds), 4, 2, n_embd // 4, 512 if is_wide else 96, n_vocab, kinds, n_groups, n_mamba_heads),
         *(n_per_head or 2 * n_embd // n_mamba_heads, n_per_key or 16, 4),
-        n_latent=(256 if is_wide else 64) if more == "latent" else 0,
+        n_latent=(n_latent or (256 if is_wide else 64)) if more == "latent" else 0,
         has_experts=more == "experts" or architecture == "nemotron_h_moe",
         **wide,
     )
