@@ -253,6 +253,7 @@ class ReferenceDecoder(OfOneProcess):
             if layer.end is not None:
                 x = self._ended(layer.end, x, None if of_layers is None else of_layers[index])
             tapped[index] = x
+        x = x - x.mean(axis=-1, keepdims=True) if spec.centred_output else x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now
         logits = self.linear(spec.output, None, x[rows])

@@ -113,6 +113,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
     config.embedding_norm = spec.embedding_norm
+    config.centred_output = spec.centred_output
     if (inputs := spec.layer_inputs) is not None:
         config.set_layer_inputs(inputs.n_inputs, inputs.projection_scale, inputs.table_scale)
     ropes: dict[RopeSpec, int] = {}

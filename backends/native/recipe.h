@@ -206,6 +206,7 @@ struct DecoderConfig {
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
     bool embedding_norm = false;  // of the scaled embeddings, without weights
+    bool centred_output = false;  // the last norm is of rows less their mean
     InputSizes inputs = {};
     LayerInputsConfig layer_inputs = {};
 

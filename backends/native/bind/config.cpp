@@ -446,6 +446,7 @@ void bind_config(nb::module_& m) {
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
         .def_rw("embedding_norm", &DecoderConfig::embedding_norm)
+        .def_rw("centred_output", &DecoderConfig::centred_output)
         .def(
             "kv_bytes",
             [](const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {
