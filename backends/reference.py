@@ -113,7 +113,7 @@ MIXERS: dict[type[Mixer], ReferenceMixer] = {
 }
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
+    *("weight_scale", "n_groups", "n_used_groups", "groups_by_best", "activation", "norm", "post_norm", "router_bias"),
     *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
     *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
     *("router_norm", "router_scale", "shared_norm", "routed_post_norm", "shared_post_norm"),

@@ -805,7 +805,8 @@ class Experts(FeedForward):
 
         h = norm(x, norm);  z = router @ h + router_bias;  p = router_function(z)
         chosen = the n_used experts with the largest p + selection_bias, in descending order; of equal ones the lower
-            index first. With n_groups > 1 only those of the n_used_groups groups whose two largest add up to most.
+            index first. With n_groups > 1 only those of the n_used_groups groups whose two largest add up to most, or
+            whose largest is largest if groups_by_best.
         w = p[chosen], or their softmax for softmax_of_top_k;  w /= max(sum(w), 2^-14) if is_normalised
         f_e = down_scale_e * (down_e @ activation(gate_scale_e * (gate_e @ h) + gate_bias_e,
             up_scale_e * (up_e @ h) + up_bias_e)) + down_bias_e
@@ -831,6 +832,7 @@ class Experts(FeedForward):
     weight_scale: float = 1.0
     n_groups: int = 1
     n_used_groups: int = 1
+    groups_by_best: bool = False
     activation: Activation = "silu"
     norm: TensorRef | None = None  # (n_embd,)
     post_norm: TensorRef | None = None  # (n_embd,), of what is added

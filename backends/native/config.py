@@ -61,7 +61,17 @@ _OF_DENSE = (
 )
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
+    *(
+        "weight_scale",
+        "n_groups",
+        "n_used_groups",
+        "groups_by_best",
+        "activation",
+        "norm",
+        "post_norm",
+        "router_bias",
+        "selection_bias",
+    ),
     *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
     *("shared_gate", "shared_up", "shared_down", "router_norm", "router_scale", "shared_norm"),
     *("routed_post_norm", "shared_post_norm"),
@@ -334,6 +344,7 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         weight_scale=block.weight_scale,
         n_groups=block.n_groups,
         n_used_groups=block.n_used_groups,
+        groups_by_best=block.groups_by_best,
         activation=_core.Activation[block.activation],
         n_ff_shared=block.n_ff_shared,
         router_scale=block.router_scale,

@@ -133,6 +133,7 @@ struct ExpertsConfig {
     float router_scale = 1;
     bool own_inputs = false;  // the router and the shared network read x with norms of their own
     int n_latent = 0;
+    bool groups_by_best = false;  // else by their two best
 };
 
 // What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.

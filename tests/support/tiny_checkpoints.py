@@ -891,6 +891,7 @@ VARIED = {
         layer_types=[WINDOW, FULL, WINDOW, WINDOW],
     ),
     "laguna_sees_all": _varied("laguna", layer_types=[FULL] * 4),
+    "deepseek2_by_best": _varied("deepseek2_lite", topk_method="group_limited_greedy", n_group=2, topk_group=1),
     "deepseek2_yarn": _varied("deepseek2", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "gemma4_saved_again": _varied(
         *("gemma4", "global_head_dim", "num_global_key_value_heads"),
