@@ -140,7 +140,7 @@ class Architecture:
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = QKV_BIASES
     without: frozenset[str] = frozenset()
-    fused: bool = False  # queries, keys and values may be one tensor
+    fused: bool = True  # queries, keys and values may be one tensor
     fused_ffn: bool = False  # gate and up are one
     renamed: Mapping[str, str] = field(default_factory=dict)  # those that have another name after "blk.<index>."
     experts: ExpertRecipe | None = None  # what is special about its experts, None without any
@@ -443,7 +443,7 @@ class Reader(KeyReader):
         if refs.keys() & QK_NORMS:  # both or none
             refs |= {role: prefix + _SPECIAL[role] for role in QK_NORMS}
         if architecture.fused:
-            refs |= self._fused_attention(prefix, n_q, n_kv)
+            refs |= self.fused_attention(prefix, n_q, n_kv)
         return refs
 
     def _nextn(self, spec: ModelSpec, index: int) -> NextnBlock:
@@ -478,7 +478,7 @@ class Reader(KeyReader):
         prefixes = tuple(f"blk.{layer}." for layer in range(first, first + self._n_skipped()))
         return {name for name in self.file.tensors if name.startswith(prefixes)}
 
-    def _fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
+    def fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
         """Parts of attn_qkv, where the file has that in place of attn_q and the others."""
         refs: dict[str, TensorRef] = {}
         for kind, ending in [("weight", ""), ("bias", "_bias")]:

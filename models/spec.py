@@ -1036,8 +1036,8 @@ class ModelSpec(ModelSizes):
             two blocks one
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
-    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon; with centred_output the
-    last one is of x less its mean, a layer norm without bias (Ba et al., arXiv:1607.06450).
+    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon; with centred_output
+    the last one is of x less its mean, a layer norm without bias (Ba et al., arXiv:1607.06450).
     """
 
     norm_epsilon: float

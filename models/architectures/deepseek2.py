@@ -1,7 +1,7 @@
 """Latent attention with experts: DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437), GLM-4.7-Flash (Z.ai 2026).
 
-Files of before April 2025 have the matrices of keys and values of all heads as one (`attn_kv_b`): those of each are made
-of it, which for keys means that rows become columns.
+Files of before April 2025 have the matrices of keys and values of all heads as one (`attn_kv_b`): those of each are
+made of it, which for keys means that rows become columns.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ OTHERS = {
     },
     "granitehybrid_experts": {"context_length"},
     **dict.fromkeys(
-        ("nemotron_h_moe", "nemotron_h_moe_latent"), {"context_length", "rope.dimension_count", "rope.scaling.finetuned"}
+        ("nemotron_h_moe", "nemotron_h_moe_latent"),
+        {"context_length", "rope.dimension_count", "rope.scaling.finetuned"},
     ),
 }
 # granitehybrid: theirs is a list with the same number for each layer.
