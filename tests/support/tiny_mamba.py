@@ -103,9 +103,8 @@ def write_tiny_mamba(
     """Write a model and give back its path. What is not said here is as in tiny_hybrids.write_tiny_hybrid.
 
     kinds: of the blocks.  n_per_head, n_per_key: numbers of v of a head, and of B of a group.  n_latent: that
-    experts of nemotron_h_moe+latent read.  n_nextn: blocks of nemotron_h_moe behind the others, which draft.  values: of
-    tensors, by whole name, in place of random ones.  has_ssm_norm: of
-    falcon-h1.
+    experts of nemotron_h_moe+latent read.  n_nextn: blocks of nemotron_h_moe behind the others, which draft.
+    values: of some tensors, by whole name.  has_ssm_norm: of falcon-h1.
     """
     architecture, _, more = model.partition("+")
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
