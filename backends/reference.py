@@ -113,7 +113,7 @@ MIXERS: dict[type[Mixer], ReferenceMixer] = {
 }
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias"),
+    *("weight_scale", "n_groups", "n_used_groups", "groups_by_best", "activation", "norm", "post_norm", "router_bias"),
     *("selection_bias", "gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale"),
     *("n_ff_shared", "shared_router", "shared_gate", "shared_up", "shared_down"),
     *("router_norm", "router_scale", "shared_norm", "routed_post_norm", "shared_post_norm"),
@@ -253,6 +253,7 @@ class ReferenceDecoder(OfOneProcess):
             if layer.end is not None:
                 x = self._ended(layer.end, x, None if of_layers is None else of_layers[index])
             tapped[index] = x
+        x = x - x.mean(axis=-1, keepdims=True) if spec.centred_output else x
         x = tapped[spec.n_layers] = self.norm(spec.output_norm, x)
         assert spec.output is not None  # a head's is its target's by now
         logits = self.linear(spec.output, None, x[rows])

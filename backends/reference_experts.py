@@ -56,7 +56,7 @@ def choose(block: Experts, z: Floats, selection_bias: Floats | None = None) -> C
     p = chances(z, block.router_function)
     scores = p if selection_bias is None else p + selection_bias
     if block.n_groups > 1:
-        scores = _within_groups(scores, block.n_groups, block.n_used_groups)
+        scores = _within_groups(block, scores)
     experts = np.argsort(-scores, kind="stable")[: block.n_used]
     weights = _softmax(p[experts]) if block.router_function == "softmax_of_top_k" else p[experts]
     if block.is_normalised:
@@ -124,11 +124,11 @@ def _shared(block: Experts, products: Products, h: Floats) -> Floats:
     return scaled
 
 
-def _within_groups(scores: Floats, n_groups: int, n_used_groups: int) -> Floats:
-    """Scores (n_experts,), minus infinity outside the groups whose two best add up to most."""
-    groups = scores.reshape(n_groups, -1)
-    of_groups = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
-    used = np.argsort(-of_groups, kind="stable")[:n_used_groups]
+def _within_groups(block: Experts, scores: Floats) -> Floats:
+    """Scores (n_experts,), minus infinity outside the groups whose two best add up to most, or whose best is best."""
+    groups = scores.reshape(block.n_groups, -1)
+    of_groups = np.sort(groups, axis=1)[:, -1 if block.groups_by_best else -2 :].sum(axis=1)
+    used = np.argsort(-of_groups, kind="stable")[: block.n_used_groups]
     within = np.full_like(groups, -np.inf)
     within[used] = groups[used]
     return within.reshape(-1)

@@ -18,7 +18,8 @@ def record_key(file: ModelFile, *facts: object) -> str:
 
     The shapes and types of the tensors stand for the model: fine-tunes of one model share what was measured.
     """
-    tensors = sorted((info.name, info.shape, info.type.name) for info in file.tensors.values())
+    stored = (info for info in file.tensors.values() if not file.makes(info.name))
+    tensors = sorted((info.name, info.shape, info.type.name) for info in stored)
     return record_name(tensors, facts)
 
 

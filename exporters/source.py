@@ -111,7 +111,7 @@ class GgufSource(Source):
         self.file = file
         self.path = file.path
         self.metadata: Metadata = {key: value for key, value in file.metadata.items() if key not in _OF_THE_FILE}
-        self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors]
+        self.tensors: Sequence[SourceTensor] = [self._tensor(name) for name in file.tensors if not file.makes(name)]
         self.notes: Sequence[str] = ()
 
     @property

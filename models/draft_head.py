@@ -227,6 +227,7 @@ def head_of_nextn(file: ModelFile, spec: ModelSpec, block: NextnBlock, draft_voc
         layers=(block.layer,),
         token_embd=None if block.token_embd == spec.token_embd else block.token_embd,
         output_norm=block.output_norm,
+        centred_output=block.centred_output,
         output=NEXTN_OUTPUT if is_cut else own_output,
         n_logits=len(draft_vocab),
     )

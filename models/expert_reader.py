@@ -124,6 +124,7 @@ class ExpertReader:
             "weight_scale": scale,
             "n_groups": n_groups,
             "n_used_groups": n_used_groups,
+            "groups_by_best": n_groups > 1 and keys.flag("expert_groups_by_best", False),  # edgeinfer's own key
         }
 
     def _router_function(self) -> RouterFunction:

@@ -25,7 +25,7 @@ class NextnBlock:
 
         u = projection @ [norm(token_embd[token], token_norm), norm(y, hidden_norm)]
         u goes through the layer, whose keys and values are its own
-        y of p = norm(u, output_norm);  logits of p + 1 = output @ y
+        y of p = norm(u, output_norm), of u less its mean if centred_output;  logits of p + 1 = output @ y
 
     The hidden rows that it begins with are those of the model behind its own output norm.
     """
@@ -41,6 +41,7 @@ class NextnBlock:
     output_norm: str
     token_embd: str
     output: TensorRef
+    centred_output: bool = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each tensor beside those of the layer, by role."""

@@ -140,12 +140,14 @@ class Architecture:
     required: frozenset[str] = frozenset()
     optional: frozenset[str] = QKV_BIASES
     without: frozenset[str] = frozenset()
-    fused: bool = False  # queries, keys and values may be one tensor
+    fused: bool = True  # queries, keys and values may be one tensor
     fused_ffn: bool = False  # gate and up are one
     renamed: Mapping[str, str] = field(default_factory=dict)  # those that have another name after "blk.<index>."
     experts: ExpertRecipe | None = None  # what is special about its experts, None without any
     skips_nextn: bool = False  # layers that predict tokens further ahead, the last of block_count, are left out
     has_nextn: bool = False  # and they are blocks as NextnBlock has it
+    # the layer of such a block (its index), where it is not as the model's own; then its norm is its own, and centred
+    nextn_layer: Callable[[Reader, int], Layer] | None = None
     # whether there is an output matrix beside the embeddings
     output: Literal["optional", "required", "tied"] = "optional"
     qk_norm: QKNorm | None = None
@@ -193,13 +195,11 @@ class Reader(KeyReader):
     def nextn(self) -> tuple[NextnBlock, ...]:
         """The blocks behind the layers that draft, all of them checked; () where there are none that can run."""
         spec = self.spec()
-        if self.architecture.layers is not None:
-            return ()  # of Nemotron: they end in another kind of norm
         if self._n_skipped() and not self.architecture.has_nextn:
             raise UnsupportedModel(
                 f"{self.file.path}: the blocks that draft (nextn) of {spec.architecture} are not read"
             )
-        return tuple(self._nextn(spec, spec.n_layers + number) for number in range(self._n_skipped()))
+        return tuple(self._nextn(spec, self._n_layers() + number) for number in range(self._n_skipped()))
 
     # ---- what the files of the architectures ask for ---------------------------------------------------------------
 
@@ -301,7 +301,9 @@ class Reader(KeyReader):
 
     def _norm_epsilon(self) -> float:
         key, other = "attention.layer_norm_rms_epsilon", self.architecture.norm_epsilon
-        return self.number(key, 0.0, 1.0, self.number(other, 0.0, 1.0) if other else None)
+        if other is not None and self.file.metadata.get(self._key(key)) is None:
+            key = other
+        return self.number(key, 0.0, 1.0)
 
     def _n_embd(self) -> int:
         return self.integer("embedding_length", 1, 1 << 20)
@@ -441,18 +443,22 @@ class Reader(KeyReader):
         if refs.keys() & QK_NORMS:  # both or none
             refs |= {role: prefix + _SPECIAL[role] for role in QK_NORMS}
         if architecture.fused:
-            refs |= self._fused_attention(prefix, n_q, n_kv)
+            refs |= self.fused_attention(prefix, n_q, n_kv)
         return refs
 
     def _nextn(self, spec: ModelSpec, index: int) -> NextnBlock:
         """The block that drafts with an index in the file. spec: of the model."""
-        alone = replace(spec, layers=self._layers(spec.n_embd, [index]))
         prefix, there = f"blk.{index}.nextn.", self.file.tensors
+        if (make := self.architecture.nextn_layer) is not None:
+            layer, required = make(self, index), {"output_norm"}
+        else:
+            alone = replace(spec, layers=self._layers(spec.n_embd, [index]))
+            layer, required = self.architecture.refine(self, alone).layers[0], set()
         models = {"output_norm": spec.output_norm, "token_embd": spec.token_embd, "output": spec.output}
-        own = {role: prefix + suffix for role, suffix in OWN.items() if prefix + suffix in there}
+        own = {role: prefix + suffix for role, suffix in OWN.items() if prefix + suffix in there or role in required}
         names = {role: prefix + suffix for role, suffix in REQUIRED.items()}
-        layer = self.architecture.refine(self, alone).layers[0]
-        found = NextnBlock(index, spec.n_embd, spec.n_vocab, layer, **{**models, **own, **names})  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {**models, **own, **names}
+        found = NextnBlock(index, spec.n_embd, spec.n_vocab, layer, **tensors, centred_output=bool(required))
         front = f"blk.{index}."
         shapes = {name: shape for name, shape in shapes_in_file(found.weights()).items() if name.startswith(front)}
         self._check_shapes(shapes)
@@ -472,7 +478,7 @@ class Reader(KeyReader):
         prefixes = tuple(f"blk.{layer}." for layer in range(first, first + self._n_skipped()))
         return {name for name in self.file.tensors if name.startswith(prefixes)}
 
-    def _fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
+    def fused_attention(self, prefix: str, n_q: int, n_kv: int) -> dict[str, TensorRef]:
         """Parts of attn_qkv, where the file has that in place of attn_q and the others."""
         refs: dict[str, TensorRef] = {}
         for kind, ending in [("weight", ""), ("bias", "_bias")]:

@@ -805,7 +805,8 @@ class Experts(FeedForward):
 
         h = norm(x, norm);  z = router @ h + router_bias;  p = router_function(z)
         chosen = the n_used experts with the largest p + selection_bias, in descending order; of equal ones the lower
-            index first. With n_groups > 1 only those of the n_used_groups groups whose two largest add up to most.
+            index first. With n_groups > 1 only those of the n_used_groups groups whose two largest add up to most, or
+            whose largest is largest if groups_by_best.
         w = p[chosen], or their softmax for softmax_of_top_k;  w /= max(sum(w), 2^-14) if is_normalised
         f_e = down_scale_e * (down_e @ activation(gate_scale_e * (gate_e @ h) + gate_bias_e,
             up_scale_e * (up_e @ h) + up_bias_e)) + down_bias_e
@@ -831,6 +832,7 @@ class Experts(FeedForward):
     weight_scale: float = 1.0
     n_groups: int = 1
     n_used_groups: int = 1
+    groups_by_best: bool = False
     activation: Activation = "silu"
     norm: TensorRef | None = None  # (n_embd,)
     post_norm: TensorRef | None = None  # (n_embd,), of what is added
@@ -1034,7 +1036,8 @@ class ModelSpec(ModelSizes):
             two blocks one
         logits = cap(logit_scale * (norm(x, output_norm) @ output), logit_soft_cap)
 
-    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon.
+    cap(y, c) = c * tanh(y / c), or y where c is None. All norms are RMS norms with norm_epsilon; with centred_output
+    the last one is of x less its mean, a layer norm without bias (Ba et al., arXiv:1607.06450).
     """
 
     norm_epsilon: float
@@ -1050,6 +1053,7 @@ class ModelSpec(ModelSizes):
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     embedding_norm: bool = False
+    centred_output: bool = False
     layer_inputs: LayerInputs | None = None
 
     @property

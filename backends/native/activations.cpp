@@ -180,6 +180,8 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
     ld_router = round_up(n_experts, 16);
     ld_ff = round_up(most(&ExpertsConfig::n_ff), 16);
     ld_shared = round_up(most(&ExpertsConfig::n_ff_shared), 16);
+    ld_latent = round_up(most(&ExpertsConfig::n_latent), 16);
+    ld_out = std::max(padded(c.n_embd), ld_latent);
     chosen = cutter.take<int32_t>(n_layers * chosen_stride);
     router = cutter.take<float>(n * ld_router);
     weights = cutter.take<float>(n_rows);
@@ -199,8 +201,12 @@ void ExpertRows::take(const DecoderConfig& c, int n_threads, Cutter& cutter) {
 void ExpertRows::take_rows(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(c.n_batch), n_rows = chosen_stride, ld_embd = padded(c.n_embd);
     gate = cutter.take<float>(n_rows * ld_ff);
-    out = cutter.take<float>(n_rows * ld_embd);
+    out = cutter.take<float>(n_rows * ld_out);
     inputs = take_inputs(cutter, n_rows, c.inputs.up_to(static_cast<int>(ld_ff)));
+    if (ld_latent) {
+        latent = cutter.take<float>(n * ld_latent);
+        latent_inputs = take_inputs(cutter, n, c.inputs.up_to(static_cast<int>(ld_latent)));
+    }
     if (c.most_of_experts([](const ExpertsConfig& e) { return static_cast<int>(e.own_inputs); })) {
         router_x = cutter.take<float>(n * ld_embd);
         shared_x = cutter.take<float>(n * ld_embd);

@@ -66,19 +66,23 @@ struct ExpertRows {
     // The choices of a layer, the index-th of those with experts: (n_batch, n_used), n_used numbers apart.
     int32_t* chosen_of(int index) const { return chosen + static_cast<size_t>(index) * chosen_stride; }
 
-    size_t chosen_stride, ld_router, ld_ff, ld_shared;
+    size_t chosen_stride, ld_router, ld_ff, ld_out, ld_shared;
     int32_t* chosen;           // (n_layers with experts, n_batch, n_used), until the next pass
     float* router;             // (n_batch, ld_router)
     float* weights;            // (n_batch, n_used)
     int32_t* column;           // of each row of experts, its row of the pass
     int32_t* place;            // (n_batch, n_used): rows of experts
     int32_t *counts, *needed;  // (n_experts,): rows of each; those with rows
-    float *gate, *out;         // rows of experts, (ld_ff) and (ld_embd)
+    float *gate, *out;         // rows of experts, (ld_ff) and (ld_out)
     float *shared_gate, *shared_out;
     Inputs inputs, shared_inputs;  // of down
     // Where the router and the shared network have norms of their own: (n_batch, ld_embd), and what is made of them.
     float *router_x, *shared_x;
     Inputs router_inputs, shared_gate_inputs;
+    // Of experts with latent rows: (n_batch, ld_latent), first what they read, then their sums; and what is made of both.
+    size_t ld_latent;
+    float* latent;
+    Inputs latent_inputs;
     std::vector<float*> up, scores;  // for each thread: (kTokensTogether, kMostTaskGroups * kRows), and (ld_router,)
     PredictedRows predicted;
     std::unique_ptr<ExpertTasks> tasks;

@@ -61,7 +61,17 @@ _OF_DENSE = (
 )
 _OF_EXPERTS = (
     *("n_embd", "n_ff", "n_experts", "n_used", "router", "gate", "up", "down", "router_function", "is_normalised"),
-    *("weight_scale", "n_groups", "n_used_groups", "activation", "norm", "post_norm", "router_bias", "selection_bias"),
+    *(
+        "weight_scale",
+        "n_groups",
+        "n_used_groups",
+        "groups_by_best",
+        "activation",
+        "norm",
+        "post_norm",
+        "router_bias",
+        "selection_bias",
+    ),
     *("gate_bias", "up_bias", "down_bias", "gate_scale", "up_scale", "down_scale", "n_ff_shared", "shared_router"),
     *("shared_gate", "shared_up", "shared_down", "router_norm", "router_scale", "shared_norm"),
     *("routed_post_norm", "shared_post_norm"),
@@ -80,7 +90,7 @@ BLOCKS: dict[type, Sequence[str]] = {
     PlainDense: ("n_embd", "n_ff", "up", "down", "activation", "norm"),
     NoFeedForward: ("n_embd",),
     Experts: _OF_EXPERTS,
-    PlainExperts: _OF_EXPERTS,
+    PlainExperts: (*_OF_EXPERTS, "n_latent", "latent_down", "latent_up"),
     LayerEnd: _OF_LAYER_END,
     LayerInputs: _OF_LAYER_INPUTS,
 }
@@ -113,6 +123,7 @@ def decoder_config(spec: ModelSpec, n_ctx: int, n_batch: int) -> _core.DecoderCo
     config.logit_scale = spec.logit_scale
     config.logit_soft_cap = spec.logit_soft_cap or 0.0
     config.embedding_norm = spec.embedding_norm
+    config.centred_output = spec.centred_output
     if (inputs := spec.layer_inputs) is not None:
         config.set_layer_inputs(inputs.n_inputs, inputs.projection_scale, inputs.table_scale)
     ropes: dict[RopeSpec, int] = {}
@@ -333,10 +344,12 @@ def _feed_forward(block: FeedForward) -> _core.DenseConfig | _core.ExpertsConfig
         weight_scale=block.weight_scale,
         n_groups=block.n_groups,
         n_used_groups=block.n_used_groups,
+        groups_by_best=block.groups_by_best,
         activation=_core.Activation[block.activation],
         n_ff_shared=block.n_ff_shared,
         router_scale=block.router_scale,
         own_inputs=block.router_norm is not None,
+        n_latent=block.n_latent if isinstance(block, PlainExperts) else 0,
     )
 
 

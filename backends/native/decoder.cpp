@@ -203,6 +203,7 @@ void Decoder::run(const Pass& pass, int thread) const {
         layer.run_ffn(pass, thread);
         tap(pass, thread, i);
     }
+    if (config_.centred_output) centre(pass, thread);
     tap(pass, thread, config_.n_layers());
     if (pass.n_rows) head(pass, thread, output_);
 }
@@ -268,6 +269,17 @@ void Decoder::set_angles(const Pass& pass, int c) const {
             angles.sine[at + i] = static_cast<float>(sine * rope.magnitude);
         }
     }
+}
+
+// x less its mean, which a norm makes a layer norm of; nothing else reads x any more.
+void Decoder::centre(const Pass& pass, int thread) const {
+    pass.for_items(thread, pass.n, [&](int c) {
+        float* x = pass.b.x + static_cast<size_t>(c) * pass.b.ld_embd;
+        double sum = 0;
+        for (int i = 0; i < config_.n_embd; i++) sum += static_cast<double>(x[i]);
+        const float mean = static_cast<float>(sum / config_.n_embd);
+        for (int i = 0; i < config_.n_embd; i++) x[i] -= mean;
+    });
 }
 
 // Copies x to the sequences that requested the output of this layer, and rms_norm(x) after the last one.

@@ -150,6 +150,7 @@ private:
     void embed(const Pass& pass, int thread) const;
     void embed_token(const Pass& pass, int c) const;
     void set_angles(const Pass& pass, int c) const;
+    void centre(const Pass& pass, int thread) const;
     void tap(const Pass& pass, int thread, int layer) const;
     void head(const Pass& pass, int thread, const Matrix& output) const;
     Matrix part_of_output(int n_parts, int part) const;

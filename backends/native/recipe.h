@@ -121,7 +121,7 @@ enum class RouterFunction : int { Softmax, Sigmoid, SoftmaxOfTopK, SqrtSoftplus 
 
 constexpr int kMostExpertGroups = 64, kMostUsed = 64;  // groups of experts, and experts of a row
 
-// n_ff_shared: 0 without a shared network.
+// n_ff_shared: 0 without a shared network. n_latent: numbers that experts read and give, 0 for those of the residual stream.
 struct ExpertsConfig {
     int n_ff, n_experts, n_used;
     RouterFunction function = RouterFunction::Softmax;
@@ -132,6 +132,8 @@ struct ExpertsConfig {
     int n_ff_shared = 0;
     float router_scale = 1;
     bool own_inputs = false;  // the router and the shared network read x with norms of their own
+    int n_latent = 0;
+    bool groups_by_best = false;  // else by their two best
 };
 
 // What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.
@@ -205,6 +207,7 @@ struct DecoderConfig {
     std::vector<LayerConfig> layers;
     float embedding_scale = 1, residual_scale = 1, logit_scale = 1, logit_soft_cap = 0;
     bool embedding_norm = false;  // of the scaled embeddings, without weights
+    bool centred_output = false;  // the last norm is of rows less their mean
     InputSizes inputs = {};
     LayerInputsConfig layer_inputs = {};
 

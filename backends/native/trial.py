@@ -58,6 +58,7 @@ _TRIES = 3
 _FILL = 0x3C  # about 1 as a half float, 0.01 as a float: nothing overflows, nothing is denormal
 _SECONDS = 0.1  # for passes of several tokens
 _ALIGNMENT = 64
+_BLOCK = 256  # of rows, in every format
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,9 @@ def _without_experts(layer: Layer) -> Layer:
         return layer
     n_ff = block.n_used * block.n_ff + block.n_ff_shared
     if isinstance(block, PlainExperts):
+        if block.n_latent:  # a network with as many numbers as the experts of a token and what leads to them and back
+            routed = block.n_used * block.n_ff * block.n_latent / block.n_embd
+            n_ff = _BLOCK * math.ceil((routed + block.n_latent + block.n_ff_shared) / _BLOCK)
         return replace(layer, ffn=PlainDense(block.n_embd, n_ff, _name(block.up), _name(block.down), norm=block.norm))
     names = (_name(block.gate), _name(block.up), _name(block.down))
     dense = Dense(block.n_embd, n_ff, *names, norm=block.norm, post_norm=block.post_norm)

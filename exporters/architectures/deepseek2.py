@@ -16,6 +16,7 @@ from edgeinfer.exporters.conversion.recipe import ExpertNames, Keys, Recipe, sha
 from edgeinfer.exporters.source import SourceTensor
 
 _SOFTMAX, _SIGMOID = 1, 2  # as GGUF numbers the functions of a router
+_BY_BEST = "group_limited_greedy"  # what DeepSeek calls it
 _ATTENTION = {
     "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
     "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
@@ -117,6 +118,23 @@ def _yarn(model: Model) -> Keys:
     return {"rope.scaling.yarn_log_multiplier": 0.1 * model.rope.values.number("mscale_all_dim")}
 
 
+def _groups(model: Model) -> Keys:
+    """Groups of experts. DeepSeek-V2's, where it has some, go by their best one, which GGUF has no key for but ours."""
+    config = model.config
+    if "n_group" not in config or "topk_group" not in config:
+        return {}
+    keys: Keys = {
+        "expert_group_count": config.integer("n_group"),
+        "expert_group_used_count": config.integer("topk_group"),
+    }
+    if model.recipe.model_types != ("deepseek_v2",) or config.integer("n_group") == 1:
+        return keys
+    if config.get("topk_method") != _BY_BEST:  # then it chooses from all of them
+        return dict.fromkeys(keys, 1)
+    model.note("experts are chosen from the groups with the best one, which llama.cpp does by the two best of each")
+    return keys | {"expert_groups_by_best": True}
+
+
 def _keys(model: Model) -> Keys:
     config = model.config
     latent, turned, plain, value = _sizes(model)
@@ -138,9 +156,7 @@ def _keys(model: Model) -> Keys:
     keys |= {"expert_weights_norm": True} if config.flag("norm_topk_prob") else {}
     if "q_lora_rank" in config:
         keys["attention.q_lora_rank"] = config.integer("q_lora_rank", most=1 << 14)
-    if "n_group" in config and "topk_group" in config:
-        keys["expert_group_count"] = config.integer("n_group")
-        keys["expert_group_used_count"] = config.integer("topk_group")
+    keys |= _groups(model)
     if len(model.blocks) > model.n_layers:
         keys["nextn_predict_layers"] = 1
     return keys
@@ -201,8 +217,7 @@ RECIPES = (
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": False,
         },
-        # Of the larger one, whose groups go by their best expert, GGUF says that they go by their two best.
-        fixed={**_V3.fixed, "scoring_func": (None, "softmax"), "topk_method": (None, "greedy")},
+        fixed={**_V3.fixed, "scoring_func": (None, "softmax"), "topk_method": (None, "greedy", _BY_BEST)},
         experts=_EXPERTS,
     ),
     replace(

@@ -1,7 +1,11 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron-3: blocks of one branch, Mamba2, attention, or a network without gates."""
+"""Nemotron-H, Nemotron Nano 2 and Nemotron-3: blocks of one branch, Mamba2, attention, or a network without gates.
+
+What drafts (`mtp.*`) is a layer of attention and one of experts, which become one block of GGUF.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from edgeinfer.exporters.architectures.granitehybrid import MAMBA, mamba_tensor
@@ -26,6 +30,15 @@ _NETWORKS = {
     "fc1_latent_proj.weight": "ffn_latent_down.weight",
     "fc2_latent_proj.weight": "ffn_latent_up.weight",
 }
+# What drafts, after "mtp.layers.": as it becomes the block behind the others.
+_DRAFTING = {
+    "0.eh_proj.weight": "nextn.eh_proj.weight",
+    "0.enorm.weight": "nextn.enorm.weight",
+    "0.hnorm.weight": "nextn.hnorm.weight",
+    "1.norm.weight": "post_attention_norm.weight",
+    "1.final_layernorm.weight": "nextn.shared_head_norm.weight",
+}
+_MTP, _ATTENDS, _HAS_EXPERTS = "mtp.layers.", "mtp.layers.0.", "mtp.layers.1."
 _MIXERS = {**MAMBA, **{f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _ATTENTION.items()}, **_NETWORKS}
 
 
@@ -54,38 +67,65 @@ def _changed(model: Model, tensor: SourceTensor) -> SourceTensor:
     return mamba_tensor(model.config.integer("n_groups"), tensor)
 
 
+def _nextn_blocks(model: Model) -> Sequence[str]:
+    """What stands before the names of the attention that drafts; none where there is none that GGUF can have."""
+    names = {name for name in model.checkpoint.names if name.startswith("mtp.")}
+    if not names:
+        if model.config.integer("num_nextn_predict_layers", 0, least=0):
+            model.note("config.json names a block that drafts (MTP), which the checkpoint does not have")
+        return ()
+    layers = {name.removeprefix(_MTP).partition(".")[0] for name in names}
+    firsts = {f"{_ATTENDS}mixer.{_FIRST['attention']}", f"{_HAS_EXPERTS}mixer.{_FIRST['moe']}"}
+    if layers == {"0", "1"} and firsts <= names:
+        return (_ATTENDS,)
+    model.taken |= names
+    model.note("the block that drafts (MTP) is not one layer of attention and one of experts: it is left out")
+    return ()
+
+
 def _experts(model: Model) -> list[SourceTensor]:
-    """The matrices of all experts, (n_experts, n_out, n_in); the block that drafts is left out."""
-    drafting = [name for name in model.checkpoint.names if name.startswith("mtp.")]
-    if drafting:
-        model.taken |= set(drafting)
-        model.note("the block that drafts (MTP) ends in a norm that GGUF's readers differ about: it is left out")
-    found, n_experts = [], model.config.integer("n_routed_experts", 0, least=0)
+    """The matrices of all experts, and what the block that drafts has beside its attention."""
+    found = []
     for block, kind in enumerate(kinds(model)):
-        module = f"{model.blocks[block]}mixer.experts"
-        for role in ("up", "down") if kind == "moe" else ():
-            if f"{module}.{role}_proj" in model:
-                joined = model.take(f"{module}.{role}_proj")
-            else:
-                joined = rows.stacked([model.take(f"{module}.{n}.{role}_proj.weight") for n in range(n_experts)])
-            found.append(replace(joined, name=f"blk.{block}.ffn_{role}_exps.weight"))
+        if kind == "moe":
+            found += _stacked_experts(model, f"{model.blocks[block]}mixer.experts", block)
+    if (block := model.n_layers) == len(model.blocks):
+        return found
+    networks = {
+        f"1.mixer.{theirs}": ours for theirs, ours in _NETWORKS.items() if f"{_HAS_EXPERTS}mixer.{theirs}" in model
+    }
+    for theirs, ours in {**_DRAFTING, **networks}.items():
+        found.append(replace(model.take(_MTP + theirs), name=f"blk.{block}.{ours}"))
+    return [*found, *_stacked_experts(model, f"{_HAS_EXPERTS}mixer.experts", block)]
+
+
+def _stacked_experts(model: Model, module: str, block: int) -> list[SourceTensor]:
+    """The matrices of all experts of a block, (n_experts, n_out, n_in)."""
+    found, n_experts = [], model.config.integer("n_routed_experts", 0, least=0)
+    for role in ("up", "down"):
+        if f"{module}.{role}_proj" in model:
+            joined = model.take(f"{module}.{role}_proj")
+        else:
+            joined = rows.stacked([model.take(f"{module}.{n}.{role}_proj.weight") for n in range(n_experts)])
+        found.append(replace(joined, name=f"blk.{block}.ffn_{role}_exps.weight"))
     return found
 
 
 def _keys(model: Model) -> Keys:
-    config, found = model.config, kinds(model)
+    config, found = model.config, [*kinds(model), *("drafting" for _ in model.blocks[model.n_layers :])]
     width = config.integer("intermediate_size" if "moe" not in found else "moe_intermediate_size")
     n_heads = config.integer("mamba_num_heads")
     keys: Keys = {
-        "attention.head_count_kv": [model.n_kv_heads * (kind == "attention") for kind in found],
+        "attention.head_count_kv": [model.n_kv_heads * (kind in ("attention", "drafting")) for kind in found],
         "attention.layer_norm_epsilon": config.number("rms_norm_eps", 1e-5, most=1.0),
-        "feed_forward_length": [width * (kind in ("mlp", "moe")) for kind in found],
+        "feed_forward_length": [width * (kind in ("mlp", "moe", "drafting")) for kind in found],
         "ssm.conv_kernel": config.integer("conv_kernel"),
         "ssm.state_size": config.integer("ssm_state_size"),
         "ssm.group_count": config.integer("n_groups"),
         "ssm.time_step_rank": n_heads,
         "ssm.inner_size": n_heads * config.integer("mamba_head_dim"),
     }
+    keys |= {"nextn_predict_layers": 1} if "drafting" in found else {}
     return keys | (_of_experts(model) if "moe" in found else {})
 
 
@@ -136,6 +176,7 @@ NEMOTRON = Recipe(
     dense={},
     optional={f"mixer.{theirs}": ours for theirs, ours in _MIXERS.items()},
     special=_experts,
+    nextn=_nextn_blocks,
     interleaved=True,  # which without positions changes nothing; llama.cpp's converter does it
     changed=_changed,
     check=_check,

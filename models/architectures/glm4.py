@@ -9,7 +9,6 @@ ARCHITECTURE = Architecture(
     name="glm4",
     rope_kind="interleaved",
     required=POST_NORMS,
-    fused=True,
     fused_ffn=True,
     unsupported_keys={"rope.dimension_sections": "rotations by several positions are not supported"},
 )

@@ -74,6 +74,20 @@ def _attention(reader: Reader, block: int) -> Attention:
     )
 
 
+def nextn_layer(reader: Reader, block: int) -> Layer:
+    """The layer of a block behind the model's own, which drafts: attention, and experts with a norm of their own."""
+    experts, n_kv_heads = reader.experts(), reader.of_layers("attention.head_count_kv", 0, 1 << 14)[block]
+    if n_kv_heads == 0 or experts is None:
+        reader.refuse("attention.head_count_kv", f"must not be 0 in block {block}, which drafts: found {n_kv_heads}")
+    key, of_rms = (
+        "attention.layer_norm_epsilon",
+        reader.number("attention.layer_norm_rms_epsilon", 0.0, 1.0, default=0.0),
+    )
+    if of_rms and reader.number(key, 0.0, 1.0, default=of_rms) != of_rms:
+        reader.refuse(key, f"must be {of_rms:g}, as that of other norms, where a block drafts: found another one")
+    return Layer(_attention(reader, block), experts.of_layer(block, f"blk.{block}.post_attention_norm.weight"))
+
+
 def _network(reader: Reader, block: int) -> FeedForward:
     norm, experts = f"blk.{block}.attn_norm.weight", reader.experts()
     if experts is not None:

@@ -1,6 +1,6 @@
 """Nemotron-3 (NVIDIA 2025, arXiv:2512.20848): nemotron_h with experts in place of its networks.
 
-The block behind the layers that drafts ends in another kind of norm than edgeinfer has: it is left out.
+The block behind the layers that drafts is attention and experts, and ends in a layer norm.
 """
 
 from dataclasses import replace
@@ -12,6 +12,8 @@ ARCHITECTURE = replace(
     nemotron_h.ARCHITECTURE,
     name="nemotron_h_moe",
     skips_nextn=True,
+    has_nextn=True,
+    nextn_layer=nemotron_h.nextn_layer,
     experts=ExpertRecipe(
         n_ff="own",
         n_ff_shared="length or none",

@@ -6,4 +6,4 @@ and llama.cpp, whose reading of a file is the standard here, ignores them too (i
 
 from edgeinfer.models.reader import LONG_AND_SHORT, Architecture
 
-ARCHITECTURE = Architecture(name="phi3", rope_kind="halves", fused=True, fused_ffn=True, rope_factors=LONG_AND_SHORT)
+ARCHITECTURE = Architecture(name="phi3", rope_kind="halves", fused_ffn=True, rope_factors=LONG_AND_SHORT)

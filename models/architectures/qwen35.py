@@ -97,6 +97,7 @@ ARCHITECTURE = Architecture(
     required=QK_NORMS,
     optional=frozenset(),
     renamed={"ffn.norm": "post_attention_norm.weight"},
+    fused=False,  # attn_qkv is of the recurrence
     qk_norm="per_head",
     skips_nextn=True,
     has_nextn=True,

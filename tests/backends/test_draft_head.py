@@ -10,9 +10,9 @@ import pytest
 from draft_sessions import check_branches_of_a_head
 from exactness import TREE, same_bits
 from peer import llama_cpp_eagle3, llama_cpp_layer_inputs, llama_cpp_mtp
+from recurrent_models import write_recurrent_model
 from reference_head import ReferenceHead, open_reference_head
 from tiny_heads import write_tiny_eagle3, write_tiny_head
-from tiny_hybrids import HybridArchitecture, write_tiny_hybrid
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.head_weights import read_head_beside, read_nextn_beside
@@ -26,7 +26,8 @@ from edgeinfer.models.draft_head import HeadSpec, read_head
 from edgeinfer.models.gguf import ModelFile
 from edgeinfer.models.tokenizer import Tokenizer
 
-BLOCKS: dict[int | str, HybridArchitecture] = {"mtp": "qwen35", "mtp experts": "qwen35moe"}  # that draft, by kind
+# Models with blocks that draft, by kind.
+BLOCKS: dict[int | str, str] = {"mtp": "qwen35", "mtp experts": "qwen35moe", "mtp plain": "nemotron_h_moe+latent"}
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Heads:
 def heads_of(
     folder: Path, tensor_type: str, kind: int | str, n_embd: int = 256, architecture: str = "llama", **options: object
 ) -> Heads:
-    """kind: the number of blocks of a head with a gate, "eagle3", "mtp", or "mtp experts". All take more options."""
+    """kind: the number of blocks of a head with a gate, "eagle3", or one of BLOCKS. All take more options."""
     if kind in BLOCKS:
         return block_of(folder, tensor_type, architecture=BLOCKS[kind], n_embd=n_embd, **options)  # type: ignore
     target = write_tiny_model(folder / "tiny.gguf", architecture, tensor_type, n_embd=n_embd)  # type: ignore[arg-type]
@@ -65,11 +66,11 @@ def block_of(
     folder: Path,
     tensor_type: str,
     most: int = 1 << 15,
-    architecture: HybridArchitecture = "qwen35",
+    architecture: str = "qwen35",
     **options: object,
 ) -> Heads:
     """The block of a model's own file that drafts; most: tokens that it does draft, beside the special ones."""
-    path = write_tiny_hybrid(folder / "mtp.gguf", architecture, tensor_type, n_nextn=1, **options)  # type: ignore
+    path = write_recurrent_model(folder / "mtp.gguf", architecture, tensor_type, n_nextn=1, **options)
     file, model = ModelFile.open(path), ModelFile.open(path)
     of_target = read_spec(model)
     return opened_heads(file, read_nextn_beside(file, of_target, most), model, of_target)
@@ -154,11 +155,11 @@ def test_the_reference_of_eagle3_heads_equals_llama_cpp(
 
 @pytest.mark.parametrize("architecture", [*BLOCKS.values(), "qwen3next"])
 def test_the_reference_of_a_block_that_drafts_equals_llama_cpp(
-    tmp_path: Path, llama_cpp: ModuleType, architecture: HybridArchitecture
+    tmp_path: Path, llama_cpp: ModuleType, architecture: str
 ) -> None:
     """With the hidden rows of llama.cpp's own model, which are those of the reference."""
     path, tokens = (
-        write_tiny_hybrid(tmp_path / "m.gguf", architecture, n_nextn=1),
+        write_recurrent_model(tmp_path / "m.gguf", architecture, n_nextn=1),
         np.random.default_rng(1).integers(0, 259, 40),
     )
     hidden, logits, own = llama_cpp_mtp(llama_cpp, path, tokens)

@@ -139,13 +139,14 @@ def exact_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(reference_latent._CACHE_DTYPES, "f16", np.float32)
 
 
-@pytest.mark.parametrize("kind", LATENT_KINDS)
+@pytest.mark.parametrize("kind, is_old", [*((kind, False) for kind in LATENT_KINDS), ("lite", True), ("v3", True)])
 def test_logits_are_those_of_llama_cpp(
-    kind: LatentKind, llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, exact_cache: None
+    kind: LatentKind, is_old: bool, llama_cpp: ModuleType, tmp_path: Path, rng: np.random.Generator, exact_cache: None
 ) -> None:
     """llama.cpp knows models without a latent of queries by their 26 or 27 layers."""
     n_layers, n = (26, 40) if kind == "lite" else (3, 70)
-    path, tokens = write_tiny_latents(tmp_path / "m.gguf", kind, n_layers=n_layers), rng.integers(0, 259, n)
+    path = write_tiny_latents(tmp_path / "m.gguf", kind, n_layers=n_layers, is_old=is_old)
+    tokens = rng.integers(0, 259, n)
     f32: dict[str, Any] = {"type_k": 0, "type_v": 0, "flash_attn": False}
     expected = llama_cpp_logits(llama_cpp, path, tokens, **f32)
     assert np.abs(open_session(path, 128).forward(tokens, logits="all").logits - expected).max() < TOLERANCE

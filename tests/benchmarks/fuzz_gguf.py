@@ -5,6 +5,8 @@ Where native lacks something, llama.cpp is asked in its own process, which may c
     python tests/benchmarks/fuzz_gguf.py [--cases 2000] [--seed 0] [--only INDEX ...] [--model FILE.gguf]
     python tests/benchmarks/fuzz_gguf.py --hybrid qwen35 [...]
     python tests/benchmarks/fuzz_gguf.py --gemma4 small [...]
+    python tests/benchmarks/fuzz_gguf.py --mamba nemotron_h_moe+latent [...]
+    python tests/benchmarks/fuzz_gguf.py --latents glm [...]
 
 Exits with 1 if a case does anything else. One JSON line on stdout at the end; a case is its index and the seed.
 """
@@ -33,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from gguf_mutations import Mutation, mutations  # noqa: E402
 from tiny_gemma4 import GEMMA4_VARIANTS, write_tiny_gemma4  # noqa: E402
 from tiny_hybrids import HYBRID_ARCHITECTURES, write_tiny_hybrid  # noqa: E402
+from tiny_latents import LATENT_KINDS, write_tiny_latents  # noqa: E402
+from tiny_mamba import MAMBA_MODELS, write_tiny_mamba  # noqa: E402
 from tiny_models import write_tiny_model  # noqa: E402
 
 from edgeinfer.backends.native import NativeBackend  # noqa: E402, F401  imported once here, not in every child
@@ -173,6 +177,24 @@ def fuzz(data: bytes, n: int, seed: int, only: Collection[int] = ()) -> dict[str
     }
 
 
+_OLD = "old"  # a file of before April 2025
+
+
+def sound_model(path: Path, asked: argparse.Namespace) -> Path:
+    """The model that is damaged: written to that path unless it is there."""
+    if asked.gemma4:
+        return write_tiny_gemma4(path, asked.gemma4, "Q4_0")
+    if asked.hybrid:
+        n_nextn = 0 if asked.hybrid.startswith("lfm2") else 1
+        return write_tiny_hybrid(path, asked.hybrid, "Q4_0", n_nextn=n_nextn)
+    if asked.mamba:
+        return write_tiny_mamba(path, asked.mamba, "Q4_0", n_nextn=int("moe" in asked.mamba))
+    if asked.latents:
+        is_old = asked.latents == _OLD
+        return write_tiny_latents(path, "lite" if is_old else asked.latents, "Q4_0", is_old=is_old)
+    return asked.model or write_tiny_model(path, "llama", "Q4_0", n_embd=64, n_layers=1)
+
+
 def main() -> None:
     """Read the command line, fuzz, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -182,16 +204,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="damage this file; default: a tiny model of 56 KB")
     parser.add_argument("--hybrid", choices=HYBRID_ARCHITECTURES, help="damage a tiny model with recurrent layers")
     parser.add_argument("--gemma4", choices=GEMMA4_VARIANTS, help="damage a tiny model of Gemma 4")
+    parser.add_argument("--mamba", choices=MAMBA_MODELS, help="damage a tiny model with Mamba2")
+    parser.add_argument("--latents", choices=(*LATENT_KINDS, _OLD), help="damage a tiny model with latent attention")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "m.gguf"
-        if arguments.gemma4:
-            model = write_tiny_gemma4(path, arguments.gemma4, "Q4_0")
-        elif arguments.hybrid:
-            n_nextn = 0 if arguments.hybrid.startswith("lfm2") else 1
-            model = write_tiny_hybrid(path, arguments.hybrid, "Q4_0", n_nextn=n_nextn)
-        else:
-            model = arguments.model or write_tiny_model(path, "llama", "Q4_0", n_embd=64, n_layers=1)
+        model = sound_model(Path(folder) / "m.gguf", arguments)
         data = model.read_bytes()
         load_everything(model)  # what fails here is no fault of a mutation
     result = fuzz(data, arguments.cases, arguments.seed, arguments.only)

@@ -35,7 +35,10 @@ OTHERS = {
         *("context_length", "expert_count", "expert_used_count", "expert_shared_feed_forward_length")
     },
     "granitehybrid_experts": {"context_length"},
-    "nemotron_h_moe": {"context_length", "rope.dimension_count", "rope.scaling.finetuned"},
+    **dict.fromkeys(
+        ("nemotron_h_moe", "nemotron_h_moe_latent"),
+        {"context_length", "rope.dimension_count", "rope.scaling.finetuned"},
+    ),
 }
 # granitehybrid: theirs is a list with the same number for each layer.
 # Theirs are computed in float32, ours are rounded once.

@@ -215,6 +215,42 @@ def test_embeddings_of_the_block_that_drafts_are_kept(make: Any) -> None:
     assert made.ours("blk.4.nextn.embed_tokens.weight").sum() == 64 * N_EMBD
 
 
+def test_the_two_layers_that_draft_of_nemotron_become_one_block(make: Any) -> None:
+    made = make("nemotron_h_moe_latent")
+    assert (made.keys["block_count"], made.keys["nextn_predict_layers"]) == (6, 1) and made.source.notes == []
+    assert (made.keys["attention.head_count_kv"][-1], made.keys["feed_forward_length"][-1]) == (2, N_FF_EXPERT)
+    for ours, theirs in {
+        "attn_norm": "0.norm",
+        "post_attention_norm": "1.norm",
+        "nextn.shared_head_norm": "1.final_layernorm",
+        "ffn_latent_up": "1.mixer.fc2_latent_proj",
+    }.items():
+        assert_array_equal(made.ours(f"blk.5.{ours}.weight"), made.theirs(f"mtp.layers.{theirs}.weight"))
+    experts = made.ours("blk.5.ffn_down_exps.weight")
+    assert_array_equal(experts[1], made.theirs("mtp.layers.1.mixer.experts.1.down_proj.weight"))
+
+
+def test_what_drafts_of_nemotron_may_be_missing_but_not_in_part(make: Any) -> None:
+    case, left_out = "nemotron_h_moe_latent", "is not one layer of attention and one of experts: it is left out"
+
+    def longer(tensors: Stored) -> Stored:
+        return tensors | {key.replace("layers.1", "layers.2"): tensors[key] for key in tensors if "mtp.layers.1" in key}
+
+    for change, note in (
+        (longer, left_out),
+        (without("mtp.layers.1"), left_out),
+        (without("mtp."), "config.json names a block that drafts (MTP), which the checkpoint does not have"),
+    ):
+        made = make(case, change)
+        assert made.keys["block_count"] == 5 and "nextn_predict_layers" not in made.keys
+        assert len(made.source.notes) == 1 and made.source.notes[0].endswith(note)
+    assert make(case, without("mtp."), num_nextn_predict_layers=0).source.notes == []
+    with pytest.raises(ModelFileError, match=r"tensor mtp\.layers\.0\.enorm\.weight is missing"):
+        make(case, without("mtp.layers.0.enorm"))
+    with pytest.raises(UnsupportedModel, match=r"tensor blk\.5\.attn_v\.weight .* is missing"):
+        make(case, without("mtp.layers.0.mixer.v_proj"))
+
+
 @pytest.mark.parametrize("size, type", [(1, "Q4_0"), (70_000, "Q4_1"), (130_000, "Q8_0"), (10**6, "F16")])
 def test_a_block_that_drafts_gets_the_format_that_all_could_have(size: int, type: str, make: Any) -> None:
     source: Source = make("qwen35").source

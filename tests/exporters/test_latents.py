@@ -12,7 +12,7 @@ from tiny_checkpoints import CASES, FULL, HEADS, VARIED, WINDOW, Stored, write
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
 from edgeinfer.exporters.virtual_file import model_file_of
-from edgeinfer.models import LatentAttention, attention_of, read_nextn, read_spec
+from edgeinfer.models import Experts, LatentAttention, attention_of, read_nextn, read_spec
 
 
 def made(folder: Path, case: str, **config: Any) -> tuple[HuggingFaceSource, Stored]:
@@ -58,6 +58,20 @@ def test_those_of_deepseek_are_left_out_with_a_note(tmp_path: Path) -> None:
         assert read_nextn(model) == () and read_spec(model).n_layers == 2
 
 
+@pytest.mark.parametrize("method, n_groups, by_best", [("greedy", 1, None), ("group_limited_greedy", 2, True)])
+def test_groups_of_deepseek_v2_go_by_their_best_where_it_has_some(
+    method: str, n_groups: int, by_best: bool | None, tmp_path: Path
+) -> None:
+    """Its other method chooses from all experts, whatever the number of groups is."""
+    source, _ = made(tmp_path, "deepseek2_lite", topk_method=method, n_group=2, topk_group=1)
+    keys = {key.partition(".")[2]: value for key, value in source.metadata.items()}
+    assert (keys["expert_group_count"], keys.get("expert_groups_by_best")) == (n_groups, by_best)
+    assert any("llama.cpp does by the two best" in note for note in source.notes) == bool(by_best)
+    with model_file_of(source) as model:
+        experts = read_spec(model).layers[1].ffn
+    assert isinstance(experts, Experts) and (experts.n_groups, experts.groups_by_best) == (n_groups, bool(by_best))
+
+
 def test_norms_of_queries_say_what_they_are_multiplied_by(tmp_path: Path) -> None:
     source, stored = made(tmp_path, "muse_glimmer")
     tensors = {each.name: each for each in source.tensors}
@@ -81,7 +95,7 @@ def test_windows_of_laguna_in_other_layers_are_said(tmp_path: Path) -> None:
     [
         ("deepseek2_yarn", {"rope_parameters": {"mscale": 0.5}}, "mscale and mscale_all_dim"),
         ("deepseek2_yarn", {"rope_parameters": {"mscale": None, "mscale_all_dim": None}}, "mscale and mscale_all_dim"),
-        ("deepseek2_lite", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek2_lite", {"topk_method": "noaux_tc"}, "topk_method"),
         ("deepseek2", {"scoring_func": "softmax"}, "scoring_func"),
         ("deepseek2", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek2_glm", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),

@@ -241,7 +241,8 @@ def test_every_field_of_the_block_is_read_by_some_architecture(tmp_path: Path, t
         blocks = [experts_of(read_spec(each)) for each in (*tiny.values(), model)]
     with ModelFile.open(write_tiny_gemma4(tmp_path / "gemma4.gguf", "experts")) as model:
         blocks.append(experts_of(read_spec(model)))
-    groups = experts_of(spec_of(tiny, "olmoe", expert_group_count=4, expert_group_used_count=2))
+    keys = {"expert_group_count": 4, "expert_group_used_count": 2, "expert_groups_by_best": True}
+    groups = experts_of(spec_of(tiny, "olmoe", **keys))
     defaults = {field.name: field.default for field in fields(Experts)}
     used = {name for name in defaults for block in (*blocks, groups) if getattr(block, name) != defaults[name]}
     assert set(defaults) - used == set()

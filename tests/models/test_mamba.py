@@ -132,18 +132,56 @@ def test_the_epsilon_of_nemotron_may_be_under_either_key(tiny: dict[str, ModelFi
     keys = [f"nemotron_h.attention.layer_norm_{kind}epsilon" for kind in ("rms_", "")]
     model = tiny["nemotron_h"]
     assert read_spec(changed(model, {keys[0]: 1e-3})).norm_epsilon == pytest.approx(1e-3)
+    assert read_spec(changed(model, {keys[0]: 1e-3, keys[1]: None})).norm_epsilon == pytest.approx(1e-3)
     assert read_spec(changed(model, {keys[0]: None, keys[1]: 1e-3})).norm_epsilon == pytest.approx(1e-3)
     assert "layer_norm_" in refusal(changed(model, dict.fromkeys(keys)))
 
 
-def test_the_block_of_nemotron_that_drafts_is_left_out(tiny: dict[str, ModelFile]) -> None:
-    name = "nemotron_h_moe"
-    model = tiny[name]
-    keys: dict[str, Any] = {f"{name}.block_count": 6, f"{name}.nextn_predict_layers": 1}
-    for key, value in (("attention.head_count_kv", 2), ("feed_forward_length", 32)):
-        keys[f"{name}.{key}"] = [*list(model.metadata[f"{name}.{key}"]), value]  # type: ignore[arg-type]
-    with_block = changed(model, keys, {"blk.5.nextn.eh_proj.weight": SimpleNamespace(shape=(3, 3))})
-    assert read_spec(with_block) == read_spec(model) and read_nextn(with_block) == ()
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelFile]:
+    path = tmp_path_factory.mktemp("mamba") / "m.gguf"
+    with ModelFile.open(write_tiny_mamba(path, "nemotron_h_moe+latent", n_nextn=1)) as model:
+        yield model
+
+
+def test_the_block_of_nemotron_that_drafts_is_attention_and_experts(
+    tiny: dict[str, ModelFile], drafting: ModelFile
+) -> None:
+    spec, (block,) = read_spec(drafting), read_nextn(drafting)
+    assert spec == read_spec(tiny["nemotron_h_moe+latent"]) and block.index == 5
+    mixer, ffn = block.layer.mixer, block.layer.ffn
+    assert isinstance(mixer, Attention) and (mixer.q, mixer.norm) == ("blk.5.attn_q.weight", "blk.5.attn_norm.weight")
+    assert mixer.rope is None and isinstance(ffn, PlainExperts) and ffn.n_latent == 64
+    assert (ffn.up, ffn.norm) == ("blk.5.ffn_up_exps.weight", "blk.5.post_attention_norm.weight")
+    assert (block.output_norm, block.output) == ("blk.5.nextn.shared_head_norm.weight", "output.weight")
+    assert block.centred_output and not spec.centred_output
+    assert read_nextn(tiny["nemotron_h_moe"]) == ()
+
+
+def test_every_tensor_of_the_block_of_nemotron_is_checked(drafting: ModelFile) -> None:
+    spec, names = read_spec(drafting), [name for name in drafting.tensors if name.startswith("blk.5.")]
+    for name in names:
+        shape = (drafting.tensors[name].shape[0] + 1, *drafting.tensors[name].shape[1:])
+        for wrong, message in ((SimpleNamespace(shape=shape), "must have shape"), (None, "is missing")):
+            model = changed(drafting, tensors={name: wrong})
+            assert read_spec(model) == spec  # whose texts do not depend on it
+            with pytest.raises(UnsupportedModel, match=rf"tensor {name} .*{message}"):
+                read_nextn(model)
+    with pytest.raises(UnsupportedModel, match="not part of a block that drafts .*, first blk.5.ssm_a"):
+        read_nextn(changed(drafting, tensors={"blk.5.ssm_a": SimpleNamespace(shape=(3,))}))
+
+
+def test_a_block_of_nemotron_that_cannot_run_says_why(drafting: ModelFile) -> None:
+    epsilons = {f"nemotron_h_moe.attention.layer_norm_{kind}epsilon": 1e-5 for kind in ("", "rms_")}
+    assert read_nextn(changed(drafting, epsilons)) == read_nextn(drafting)
+    for keys, message in (
+        ({**epsilons, "nemotron_h_moe.attention.layer_norm_epsilon": 1e-6}, "must be 1e-05, as that of other norms"),
+        ({"nemotron_h_moe.attention.head_count_kv": [0, 0, 0, 2, 0, 0]}, "must not be 0 in block 5, which drafts"),
+    ):
+        model = changed(drafting, keys)
+        read_spec(model)
+        with pytest.raises(UnsupportedModel, match=message):
+            read_nextn(model)
 
 
 def test_the_state_of_a_released_model_is_as_large_as_it_is_said_to_be() -> None:

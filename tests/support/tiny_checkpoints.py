@@ -460,13 +460,25 @@ def nemotron_h(config: dict[str, Any]) -> Shapes:
         "E": router("mixer.gate") | {"mixer.gate.e_score_correction_bias": (N_EXPERTS,)},
     }
     networks = {**{f"experts.{n}": N_FF_EXPERT for n in range(N_EXPERTS)}, "shared_experts": N_FF_SHARED}
+    n_latent = config.get("moe_latent_size")
     for module, n_ff in networks.items():
-        kinds["E"] |= {f"mixer.{module}.up_proj.weight": (n_ff, N_EMBD)}
-        kinds["E"] |= {f"mixer.{module}.down_proj.weight": (N_EMBD, n_ff)}
+        n_in = n_latent if n_latent and module != "shared_experts" else N_EMBD
+        kinds["E"] |= {f"mixer.{module}.up_proj.weight": (n_ff, n_in)}
+        kinds["E"] |= {f"mixer.{module}.down_proj.weight": (n_in, n_ff)}
+    if n_latent:
+        kinds["E"] |= {"mixer.fc1_latent_proj.weight": (n_latent, N_EMBD)}
+        kinds["E"] |= {"mixer.fc2_latent_proj.weight": (N_EMBD, n_latent)}
     found = model(config, lambda n: kinds[config["hybrid_override_pattern"][n]] | {"norm.weight": (N_EMBD,)})
     found["backbone.embeddings.weight"] = found.pop("model.embed_tokens.weight")
     found["backbone.norm_f.weight"] = found.pop("model.norm.weight")
-    return {name.replace("model.layers.", "backbone.layers."): shape for name, shape in found.items()}
+    found = {name.replace("model.layers.", "backbone.layers."): shape for name, shape in found.items()}
+    if config.get("num_nextn_predict_layers"):
+        drafting = {f"0.{norm}.weight": (N_EMBD,) for norm in ("enorm", "hnorm", "norm")}
+        drafting |= {"1.norm.weight": (N_EMBD,), "1.final_layernorm.weight": (N_EMBD,)}
+        drafting["0.eh_proj.weight"] = (N_EMBD, 2 * N_EMBD)
+        drafting |= {f"{i}.{name}": shape for i, kind in enumerate("*E") for name, shape in kinds[kind].items()}
+        found |= {f"mtp.layers.{name}": shape for name, shape in drafting.items()}
+    return found
 
 
 # ---- Cases -----------------------------------------------------------------------------------------------------------
@@ -501,6 +513,12 @@ NEMOTRON = {
     },
     **{"conv_kernel": 4, "layer_norm_epsilon": 1e-5, "rms_norm_eps": None, "hidden_act": None, "expand": 2},
     **{"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "time_step_min": 1e-9},
+}
+NEMOTRON_MOE = {
+    **{**NEMOTRON, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "n_routed_experts": N_EXPERTS},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT, "routed_scaling_factor": 2.5},
+    **{"moe_shared_expert_intermediate_size": N_FF_SHARED, "n_shared_experts": 1, "norm_topk_prob": True},
+    **{"n_group": 1, "topk_group": 1},
 }
 GRANITE_HYBRID = {
     **{**GRANITE, "shared_intermediate_size": 20, "position_embedding_type": "nope", "num_hidden_layers": 3},
@@ -717,14 +735,10 @@ CASES = {
         {**NEMOTRON, "hybrid_override_pattern": "M-*M-", "num_hidden_layers": 5},
         nemotron_h,
     ),
-    "nemotron_h_moe": Case(
+    "nemotron_h_moe": Case(*("NemotronHForCausalLM", "nemotron_h"), NEMOTRON_MOE, nemotron_h),
+    "nemotron_h_moe_latent": Case(
         *("NemotronHForCausalLM", "nemotron_h"),
-        {
-            **{**NEMOTRON, "hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5, "n_routed_experts": N_EXPERTS},
-            **{"num_experts_per_tok": 2, "moe_intermediate_size": N_FF_EXPERT, "routed_scaling_factor": 2.5},
-            **{"moe_shared_expert_intermediate_size": N_FF_SHARED, "n_shared_experts": 1, "norm_topk_prob": True},
-            **{"n_group": 1, "topk_group": 1},
-        },
+        {**NEMOTRON_MOE, "moe_latent_size": 48, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
         nemotron_h,
     ),
     "falcon_h1": Case(
@@ -877,6 +891,7 @@ VARIED = {
         layer_types=[WINDOW, FULL, WINDOW, WINDOW],
     ),
     "laguna_sees_all": _varied("laguna", layer_types=[FULL] * 4),
+    "deepseek2_by_best": _varied("deepseek2_lite", topk_method="group_limited_greedy", n_group=2, topk_group=1),
     "deepseek2_yarn": _varied("deepseek2", rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "gemma4_saved_again": _varied(
         *("gemma4", "global_head_dim", "num_global_key_value_heads"),

@@ -14,6 +14,7 @@ from tiny_experts import add_experts
 from tiny_models import (
     BLOCK_256_TYPES,
     CHATML,
+    Floats,
     Value,
     add_bpe,
     add_keys,
@@ -79,8 +80,11 @@ def write_tiny_latents(
     types: Mapping[str, str] | None = None,
     metadata: Mapping[str, Value | None] | None = None,
     seed: int = 0,
+    is_old: bool = False,
 ) -> Path:
     """Write a model and give back its path. What is not said here is as in tiny_models.write_tiny_model.
+
+    is_old: as before April 2025, with the matrices of keys and values of all heads as one.
 
     n_layers: without the block that drafts, the first of them dense.
     """
@@ -95,9 +99,15 @@ def write_tiny_latents(
     writer = named_writer(path, "deepseek2", tensor_type)
     keys = {"context_length": n_ctx_train, **_keys(sizes, n_layers + n_nextn, kind != "lite"), **_KEYS[kind]}
     keys |= {"nextn_predict_layers": 1} if n_nextn else {}
-    add_keys(writer, {f"deepseek2.{key}": value for key, value in keys.items()} | dict(metadata or {}))
+    keys |= _old_keys(keys) if is_old else {}
+    known = {key: value for key, value in keys.items() if not (is_old and key.endswith("_mla"))}
+    add_keys(writer, {f"deepseek2.{key}": value for key, value in known.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
     for name, shape in _shapes(sizes, kind, n_layers, n_vocab):
+        if is_old and name.endswith("attn_k_b.weight"):
+            add_matrix(writer, name.replace("k_b", "kv_b"), tensor_type, _joint(name, sizes, seed))
+        if is_old and name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
+            continue
         _add(writer, name, shape, type_of(name.removesuffix(".weight"), tensor_type, types), seed)
     return written(writer, path)
 
@@ -124,6 +134,23 @@ def _keys(sizes: LatentSizes, n_blocks: int, has_q_latent: bool) -> dict[str, Va
         "leading_dense_block_count": 1,
     }
     return keys | ({"attention.q_lora_rank": sizes.n_q_latent} if has_q_latent else {})
+
+
+def _old_keys(keys: Mapping[str, Value]) -> dict[str, Value]:
+    lengths = {key: keys[f"{key}_mla"] for key in ("attention.key_length", "attention.value_length")}
+    return {**lengths, "attention.head_count_kv": keys["attention.head_count"]}
+
+
+def _joint(name: str, sizes: LatentSizes, seed: int) -> Floats:
+    """The matrices of keys and values of all heads as one; name: of those of keys."""
+    n, n_latent = sizes.n_heads, sizes.n_latent
+    keys = _of_heads(name, (n, n_latent, sizes.n_plain), seed).transpose(0, 2, 1)
+    values = _of_heads(name.replace("k_b", "v_b"), (n, sizes.n_value, n_latent), seed)
+    return np.concatenate([keys, values], axis=1).reshape(-1, n_latent)
+
+
+def _of_heads(name: str, shape: tuple[int, ...], seed: int) -> Floats:
+    return normal(seed, name, shape) / np.float32(math.sqrt(shape[2]))
 
 
 Shapes = dict[str, tuple[int, ...]]

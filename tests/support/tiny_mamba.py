@@ -47,6 +47,7 @@ _KINDS = {  # of the blocks
     "falcon-h1": ("both", "both"),
 }
 _F32 = ("ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm")  # in all files, as the vectors are
+_ATTEND = ("attention", "both", "drafting")  # blocks
 _GRANITE = {"embedding_scale": 1.5, "residual_scale": 0.7, "attention.scale": 0.3, "logit_scale": 0.8}
 
 
@@ -82,6 +83,7 @@ def write_tiny_mamba(
     model: MambaModel = "granitehybrid",
     tensor_type: str = "F32",
     *,
+    n_embd: int | None = None,
     kinds: Sequence[str] | None = None,
     n_groups: int = 2,
     n_mamba_heads: int = 8,
@@ -89,6 +91,9 @@ def write_tiny_mamba(
     n_per_key: int | None = None,
     n_vocab: int = 291,
     n_ctx_train: int = 512,
+    n_latent: int | None = None,
+    n_nextn: int = 0,
+    values: Mapping[str, Floats] | None = None,
     tied: bool = False,
     has_ssm_norm: bool = True,
     types: Mapping[str, str] | None = None,
@@ -97,28 +102,34 @@ def write_tiny_mamba(
 ) -> Path:
     """Write a model and give back its path. What is not said here is as in tiny_hybrids.write_tiny_hybrid.
 
-    kinds: of the blocks.  n_per_head, n_per_key: numbers of v of a head, and of B of a group.  has_ssm_norm: of
-    falcon-h1.
+    kinds: of the blocks.  n_per_head, n_per_key: numbers of v of a head, and of B of a group.  n_latent: that
+    experts of nemotron_h_moe+latent read.  n_nextn: blocks of nemotron_h_moe behind the others, which draft.
+    values: of some tensors, by whole name.  has_ssm_norm: of falcon-h1.
     """
     architecture, _, more = model.partition("+")
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
-    n_embd = 256 if is_wide else 128
+    n_embd = n_embd or (256 if is_wide else 128)
     wide = {"n_ff_expert": 256, "n_ff_shared": 256} if is_wide else {}
-    kinds = tuple(kinds or _KINDS[architecture])
+    kinds = tuple(kinds or _KINDS[architecture]) + ("drafting",) * n_nextn
     sizes = MambaSizes(
         *(n_embd, len(kinds), 4, 2, n_embd // 4, 512 if is_wide else 96, n_vocab, kinds, n_groups, n_mamba_heads),
         *(n_per_head or 2 * n_embd // n_mamba_heads, n_per_key or 16, 4),
-        n_latent=(256 if is_wide else 64) if more == "latent" else 0,
+        n_latent=(n_latent or (256 if is_wide else 64)) if more == "latent" else 0,
         has_experts=more == "experts" or architecture == "nemotron_h_moe",
         **wide,
     )
     writer = named_writer(path, architecture, tensor_type)
     keys = {"context_length": n_ctx_train, **_keys(architecture, sizes)}
+    keys |= {"nextn_predict_layers": n_nextn} if n_nextn else {}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
     for name, shape in _shapes(architecture, sizes, tied, has_ssm_norm):
         type = type_of(name.removesuffix(".weight"), tensor_type, types or {})
-        _add(writer, name, shape, type, tied, seed)
+        if values and name in values:
+            add = add_experts if len(shape) == 3 else add_matrix
+            add(writer, name, type, values[name])
+        else:
+            _add(writer, name, shape, type, tied, seed)
     return written(writer, path)
 
 
@@ -132,12 +143,12 @@ def _keys(architecture: str, sizes: MambaSizes) -> dict[str, Value]:
         "vocab_size": sizes.n_vocab,
     }
     if architecture != "falcon-h1":
-        keys["attention.head_count_kv"] = [sizes.n_kv_heads * (kind == "attention") for kind in sizes.kinds]
+        keys["attention.head_count_kv"] = [sizes.n_kv_heads * (kind in _ATTEND) for kind in sizes.kinds]
     if architecture == "granitehybrid":
         keys |= {**_GRANITE, "rope.scaling.finetuned": False}
     if architecture.startswith("nemotron"):
         n_ff = sizes.n_ff_expert if sizes.has_experts else sizes.n_ff
-        keys["feed_forward_length"] = [n_ff * (kind == "network") for kind in sizes.kinds]
+        keys["feed_forward_length"] = [n_ff * (kind in ("network", "drafting")) for kind in sizes.kinds]
         keys["attention.layer_norm_epsilon"] = 1e-5
     if sizes.has_experts:
         keys |= {
@@ -168,16 +179,24 @@ def _shapes(
     yield "output_norm.weight", (sizes.n_embd,)
     for block, kind in enumerate(sizes.kinds):
         of_block: Shapes = {"attn_norm.weight": (sizes.n_embd,)}
-        if kind in ("attention", "both"):
+        if kind in _ATTEND:
             of_block |= _attention(sizes)
         if kind in ("recurrent", "both"):
             of_block |= _mamba2(sizes, has_ssm_norm)
         if architecture.startswith("nemotron"):
-            of_block |= _plain(sizes) if kind == "network" else {}
+            of_block |= _plain(sizes) if kind in ("network", "drafting") else {}
+            of_block |= _drafting(sizes) if kind == "drafting" else {}
         else:
             of_block["ffn_norm" if architecture == "falcon-h1" else "ffn_norm.weight"] = (sizes.n_embd,)
             of_block |= _gated(sizes)
         yield from ((f"blk.{block}.{role}", shape) for role, shape in of_block.items())
+
+
+def _drafting(sizes: MambaSizes) -> Shapes:
+    """What a block that drafts has beside its attention and its experts."""
+    norms = ("post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+    shapes: Shapes = {f"{name}.weight": (sizes.n_embd,) for name in norms}
+    return shapes | {"nextn.eh_proj.weight": (sizes.n_embd, 2 * sizes.n_embd)}
 
 
 def _attention(sizes: MambaSizes) -> Shapes:

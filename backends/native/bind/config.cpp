@@ -36,17 +36,18 @@ void init_dense(DenseConfig* dense, int n_ff, Activation activation, float post_
 
 void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, RouterFunction router_function,
                   bool is_normalised, float weight_scale, int n_groups, int n_used_groups, Activation activation,
-                  int n_ff_shared, float router_scale, bool own_inputs) {
+                  int n_ff_shared, float router_scale, bool own_inputs, int n_latent, bool groups_by_best) {
     if (own_inputs && n_ff_shared < 1) throw nb::value_error("own_inputs are those of a shared network too");
-    if (n_ff < 1 || n_ff_shared < 0 || n_used < 1 || n_used > n_experts || n_used > kMostUsed) {
+    if (n_ff < 1 || n_ff_shared < 0 || n_latent < 0 || n_used < 1 || n_used > n_experts || n_used > kMostUsed) {
         throw nb::value_error("sizes must be positive, and n_used at most n_experts and 64");
     }
     if (n_groups < 1 || n_groups > kMostExpertGroups || n_experts % n_groups || n_used_groups < 1 ||
         n_used_groups > n_groups || n_used > n_used_groups * (n_experts / n_groups)) {
         throw nb::value_error("the experts must be cut into groups of one size, and those in use hold n_used");
     }
-    new (experts) ExpertsConfig{n_ff,     n_experts,     n_used,     router_function, is_normalised, weight_scale,
-                                n_groups, n_used_groups, activation, n_ff_shared,     router_scale,  own_inputs};
+    new (experts) ExpertsConfig{n_ff,         n_experts,  n_used,        router_function, is_normalised,
+                                weight_scale, n_groups,   n_used_groups, activation,      n_ff_shared,
+                                router_scale, own_inputs, n_latent,      groups_by_best};
 }
 
 void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
@@ -394,7 +395,7 @@ void bind_blocks(nb::module_& m) {
     nb::class_<ExpertsConfig>(m, "ExpertsConfig", "A mixture of experts; see edgeinfer.models.Experts.")
         .def("__init__", &init_experts, nb::kw_only(), "n_ff"_a, "n_experts"_a, "n_used"_a, "router_function"_a,
              "is_normalised"_a, "weight_scale"_a, "n_groups"_a, "n_used_groups"_a, "activation"_a, "n_ff_shared"_a,
-             "router_scale"_a = 1.0f, "own_inputs"_a = false);
+             "router_scale"_a = 1.0f, "own_inputs"_a = false, "n_latent"_a = 0, "groups_by_best"_a = false);
     nb::class_<LayerEndConfig>(m, "LayerEndConfig", "What ends a layer; see edgeinfer.models.LayerEnd.")
         .def(
             "__init__",
@@ -445,6 +446,7 @@ void bind_config(nb::module_& m) {
         .def_rw("logit_scale", &DecoderConfig::logit_scale)
         .def_rw("logit_soft_cap", &DecoderConfig::logit_soft_cap)
         .def_rw("embedding_norm", &DecoderConfig::embedding_norm)
+        .def_rw("centred_output", &DecoderConfig::centred_output)
         .def(
             "kv_bytes",
             [](const DecoderConfig& config, KvType type, int n_ctx, int n_sequences, int n_positions) {

@@ -52,7 +52,11 @@ ExpertsBlock::ExpertsBlock(const DecoderConfig& config, int index, int number, c
       shared_post_norm_(weights.vector(name + ".shared_post_norm", config.n_embd)),
       of_gate_(per_expert(weights, name + ".gate", config_.n_ff)),
       of_up_(per_expert(weights, name + ".up", config_.n_ff)),
-      of_down_(per_expert(weights, name + ".down", config.n_embd)) {
+      of_down_(per_expert(weights, name + ".down", n_in())) {
+    if (has_latents()) {
+        latent_down_ = weights.matrix(name + ".latent_down", config_.n_latent, config.n_embd);
+        latent_up_ = weights.matrix(name + ".latent_up", config.n_embd, config_.n_latent);
+    }
     check_layout(name);
     if (is_plain() && (config_.activation != Activation::Relu2 || of_gate_.bias || of_gate_.scale)) {
         throw std::invalid_argument(name + " has no gates, so relu2 is its activation, and nothing is done to gates");
@@ -75,8 +79,8 @@ ExpertsBlock::PerExpert ExpertsBlock::per_expert(const Weights& weights, const s
 void ExpertsBlock::check_layout(const std::string& name) const {
     const auto is = [](const Matrix& m, int n_out, int n_in) { return m.n_out == n_out && m.n_in == n_in; };
     const int n_up = is_plain() ? 0 : config_.n_ff;
-    if (experts_.n_experts != config_.n_experts || !is(experts_.parts[0], config_.n_ff, router_.n_in) ||
-        !is(experts_.parts[1], n_up, router_.n_in) || !is(experts_.parts[2], router_.n_in, config_.n_ff)) {
+    if (experts_.n_experts != config_.n_experts || !is(experts_.parts[0], config_.n_ff, n_in()) ||
+        !is(experts_.parts[1], n_up, n_in()) || !is(experts_.parts[2], n_in(), config_.n_ff)) {
         throw std::invalid_argument("the experts of " + name + " have other sizes than those of their store");
     }
 }
@@ -86,7 +90,8 @@ size_t ExpertsBlock::weight_bytes() const {
     for (const Matrix& part : experts_.parts) of_expert += part.n_bytes();
     size_t shared = 0;
     if (config_.n_ff_shared) shared = shared_gate_.n_bytes() + shared_up_.n_bytes() + shared_down_.n_bytes();
-    return router_.n_bytes() + of_expert * static_cast<size_t>(config_.n_used) + shared;
+    const size_t of_latents = has_latents() ? latent_down_.n_bytes() + latent_up_.n_bytes() : 0;
+    return router_.n_bytes() + of_expert * static_cast<size_t>(config_.n_used) + shared + of_latents;
 }
 
 const int32_t* ExpertsBlock::chosen(const Activations& b, int row) const {
@@ -95,16 +100,18 @@ const int32_t* ExpertsBlock::chosen(const Activations& b, int row) const {
 
 void ExpertsBlock::run(const Pass& pass, int thread) const {
     const bool is_shared = config_.n_ff_shared && !config_.own_inputs;
-    const Matrix& router = config_.own_inputs ? experts_.parts[0] : router_;
+    const Matrix& first = has_latents() ? latent_down_ : experts_.parts[0];
+    const Matrix& second = has_latents() ? latent_down_ : experts_.parts[1];
+    const Matrix& router = config_.own_inputs ? first : router_;
     const Matrix& shared = is_shared ? shared_gate_ : router;
     const Matrix& shared_up = is_shared && !is_plain() ? shared_up_ : router;
-    const Inputs inputs = pass.normed_inputs(thread, norm_, nullptr, pass.n,
-                                             {&router, &experts_.parts[0], &experts_.parts[1], &shared, &shared_up});
+    const Inputs inputs =
+        pass.normed_inputs(thread, norm_, nullptr, pass.n, {&router, &first, &second, &shared, &shared_up});
     if (config_.own_inputs) norm_own_inputs(pass, thread);
-    score(pass, thread,
-          config_.own_inputs ? own_inputs(pass, pass.b.experts.router_x, pass.b.experts.router_inputs) : inputs);
+    const ExpertRows& b = pass.b.experts;
+    score(pass, thread, config_.own_inputs ? own_inputs(pass, b.router_x, b.router_inputs) : inputs, inputs);
     if (!pass.alone()) choose(pass, thread);
-    if (pass.squares) record_inputs(pass, thread, inputs);
+    if (pass.squares) record_inputs(pass, thread, has_latents() ? latent_inputs(pass) : inputs);
     pass.expert_device ? compute_with_device(pass, thread, inputs) : compute(pass, thread, inputs);
     if (pass.squares) record_inputs_of_down(pass, thread);
     combine(pass, thread, inputs);
@@ -116,6 +123,19 @@ Inputs ExpertsBlock::own_inputs(const Pass& pass, const float* x, const Inputs& 
     inputs.x = x;
     inputs.ldx = pass.b.ld_embd;
     return inputs;
+}
+
+// What experts read, or what becomes of their sums, as inputs of a product.
+Inputs ExpertsBlock::latent_inputs(const Pass& pass) const {
+    Inputs inputs = pass.b.experts.latent_inputs;
+    inputs.n_in = config_.n_latent;
+    inputs.x = pass.b.experts.latent;
+    inputs.ldx = pass.b.experts.ld_latent;
+    return inputs;
+}
+
+void ExpertsBlock::prepare_latent(const Pass& pass, int row, const Matrix& reader) const {
+    prepare_inputs(pass.kernels, latent_inputs(pass), row, {&reader});
 }
 
 // What the router and the shared network read, where that is not what the experts read.
@@ -162,23 +182,35 @@ void ExpertsBlock::record_inputs_of_down(const Pass& pass, int thread) const {
 
 // ---- routing -------------------------------------------------------------------------------------------------------
 
-// The router's products. With one row, the thread that comes last chooses its experts too.
-void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& inputs) const {
+// The router's products, and latent rows. With one row, the thread that comes last chooses its experts too.
+void ExpertsBlock::score(const Pass& pass, int thread, const Inputs& of_router, const Inputs& inputs) const {
     const ExpertRows& b = pass.b.experts;
-    const Tasks tasks(router_, pass.n, pass.pool.size(), pass.kernels.at_once(pass.n));
-    pass.for_tasks(thread, tasks.count(), [&](int task) {
-        const int first = tasks.first(task), last = tasks.last(task);
-        pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.next_data(router_, task), b.router,
-                            b.ld_router);
-        for (int c = 0; config_.router_scale != 1.0f && c < pass.n; c++) {
-            float* z = b.router + static_cast<size_t>(c) * b.ld_router;
-            for (int i = first * kRows; i < std::min(router_.n_out, last * kRows); i++) z[i] *= config_.router_scale;
+    const int n_threads = pass.pool.size(), together = pass.kernels.at_once(pass.n);
+    const Tasks tasks(router_, pass.n, n_threads, together);
+    const Tasks latents(has_latents() ? latent_down_ : router_, pass.n, n_threads, together);
+    const int n_latents = has_latents() ? latents.count() : 0, n_tasks = n_latents + tasks.count();
+    pass.for_tasks(thread, n_tasks, [&](int task) {
+        if (task < n_latents) {
+            pass.kernels.matmul(latent_down_, inputs, pass.n, latents.first(task), latents.last(task),
+                                latents.next_data(latent_down_, task), b.latent, b.ld_latent);
+        } else {
+            score_part(pass, of_router, tasks, task - n_latents);
         }
-        add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
-        if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < tasks.count()) return;
+        if (!pass.alone() || b.n_routed->fetch_add(1, std::memory_order_acq_rel) + 1 < n_tasks) return;
         choose_for(pass, thread, 0);
         group(pass);
     });
+}
+
+void ExpertsBlock::score_part(const Pass& pass, const Inputs& inputs, const Tasks& tasks, int task) const {
+    const ExpertRows& b = pass.b.experts;
+    const int first = tasks.first(task), last = tasks.last(task);
+    pass.kernels.matmul(router_, inputs, pass.n, first, last, tasks.next_data(router_, task), b.router, b.ld_router);
+    for (int c = 0; config_.router_scale != 1.0f && c < pass.n; c++) {
+        float* z = b.router + static_cast<size_t>(c) * b.ld_router;
+        for (int i = first * kRows; i < std::min(router_.n_out, last * kRows); i++) z[i] *= config_.router_scale;
+    }
+    add_bias(router_, router_bias_, pass.n, first, last, b.router, b.ld_router);
 }
 
 void ExpertsBlock::choose(const Pass& pass, int thread) const {
@@ -191,6 +223,7 @@ void ExpertsBlock::choose(const Pass& pass, int thread) const {
 void ExpertsBlock::choose_for(const Pass& pass, int thread, int row) const {
     const ExpertRows& b = pass.b.experts;
     const size_t r = static_cast<size_t>(row), n_used = static_cast<size_t>(config_.n_used);
+    if (has_latents()) prepare_latent(pass, row, experts_.parts[0]);
     float* scores = b.scores[static_cast<size_t>(thread)];
     float* weights = scores + b.ld_router;
     route(config_, pass.kernels, b.router + r * b.ld_router, selection_bias_, scores, b.chosen_of(number_) + r * n_used,
@@ -270,7 +303,8 @@ void ExpertsBlock::compute_with_device(const Pass& pass, int thread, const Input
     pass.for_tasks(thread, 1 + tasks.count(), [&](int i) {
         if (i > 0) return run_task(pass, thread, i - 1, inputs);
         if (pass.expert_device->taken.empty()) return;
-        pass.expert_device->start(index_, b.column, inputs.x, inputs.ldx);
+        const Inputs read = has_latents() ? latent_inputs(pass) : inputs;
+        pass.expert_device->start(index_, b.column, read.x, read.ldx);
         if (pass.expert_device->has_raised()) pass.stop();
     });
     pass.for_tasks(thread, 1, [&](int) { finish_device(pass); });
@@ -284,7 +318,7 @@ void ExpertsBlock::finish_device(const Pass& pass) const {
     const ExpertRows& b = pass.b.experts;
     b.tasks->clear();
     std::vector<ExpertDevice::Taken>& taken = pass.expert_device->taken;
-    if (taken.empty() || pass.expert_device->finish(b.out, pass.b.ld_embd)) return;
+    if (taken.empty() || pass.expert_device->finish(b.out, b.ld_out)) return;
     if (pass.expert_device->has_raised()) return pass.stop();
     for (size_t i = 0; i < taken.size(); i++) b.needed[i] = taken[i].expert;
     const std::span<int32_t> needed(b.needed, taken.size());
@@ -327,7 +361,9 @@ void ExpertsBlock::gate_and_up(const Pass& pass, int thread, const ExpertTask& t
         const size_t first = expert * static_cast<size_t>(config_.n_ff) + at;
         scale_and_add(y, n_numbers, of.scale ? of.scale + expert : nullptr, of.bias ? of.bias + first : nullptr);
     };
-    const Inputs read = is_shared && config_.own_inputs ? own_inputs(pass, b.shared_x, b.shared_gate_inputs) : inputs;
+    const Inputs read = is_shared && config_.own_inputs ? own_inputs(pass, b.shared_x, b.shared_gate_inputs)
+                        : !is_shared && has_latents()   ? latent_inputs(pass)
+                                                        : inputs;
     for (int c = 0; c < work.n_rows; c += kTokensTogether) {
         const int n = std::min(kTokensTogether, work.n_rows - c);
         const Inputs some = work.columns ? read.of(work.columns + c) : read.from(c);
@@ -373,24 +409,46 @@ void ExpertsBlock::down(const Pass& pass, int thread, const ExpertTask& task) co
     inputs.ldx = is_shared ? b.ld_shared : b.ld_ff;
     const int n_groups = task.last - task.first, n_numbers = std::min(m.n_out, n_groups * kRows);
     const size_t at = static_cast<size_t>(task.first) * kRows, expert = static_cast<size_t>(work.expert);
-    const size_t ld = pass.b.ld_embd, n_embd = static_cast<size_t>(pass.config.n_embd);
+    const size_t ld = is_shared ? pass.b.ld_embd : b.ld_out, n_each = static_cast<size_t>(n_in());
     float* y = (is_shared ? b.shared_out : b.out) + static_cast<size_t>(work.first_row) * ld + at;
     pass.kernels.matmul(m, inputs.from(work.first_row), work.n_rows, 0, n_groups, nullptr, y, ld);
     for (int i = 0; !is_shared && i < work.n_rows; i++) {
         scale_and_add(y + static_cast<size_t>(i) * ld, n_numbers, of_down_.scale ? of_down_.scale + expert : nullptr,
-                      of_down_.bias ? of_down_.bias + expert * n_embd + at : nullptr);
+                      of_down_.bias ? of_down_.bias + expert * n_each + at : nullptr);
     }
     if (work.down_left.fetch_sub(1, std::memory_order_acq_rel) == 1 && !is_shared) store_.done(index_, work.expert);
 }
 
-// x += the weighted sum of what the experts of a row gave, in the order in which they were chosen, and the shared network.
+// y = the weighted sum of what the experts of a row gave, in the order in which they were chosen.
+void ExpertsBlock::sum_routed(const Pass& pass, int row, float* y) const {
+    const ExpertRows& b = pass.b.experts;
+    const size_t first = static_cast<size_t>(row) * static_cast<size_t>(config_.n_used);
+    const float* outputs[kMostUsed];
+    for (int i = 0; i < config_.n_used; i++) {
+        outputs[i] = b.out + static_cast<size_t>(b.place[first + static_cast<size_t>(i)]) * b.ld_out;
+    }
+    pass.kernels.weighted_sum(outputs, b.weights + first, config_.n_used, n_in(), y);
+}
+
+// Puts what becomes of latent sums where the outputs of experts were, row after row.
+void ExpertsBlock::sum_latents(const Pass& pass, int thread) const {
+    const ExpertRows& b = pass.b.experts;
+    pass.for_items(thread, pass.n, [&](int row) {
+        sum_routed(pass, row, b.latent + static_cast<size_t>(row) * b.ld_latent);
+        prepare_latent(pass, row, latent_up_);
+    });
+    const Inputs inputs = latent_inputs(pass);
+    pass.record(thread, inputs, pass.n, {&latent_up_});
+    pass.multiply(thread, latent_up_, inputs, b.out, b.ld_out);
+}
+
+// x += the sum of what the experts of a row gave, and the shared network.
 void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) const {
     const ExpertRows& b = pass.b.experts;
-    const size_t ld = pass.b.ld_embd, n_used = static_cast<size_t>(config_.n_used);
+    const size_t ld = pass.b.ld_embd;
+    if (has_latents()) sum_latents(pass, thread);
     pass.for_items(thread, pass.n, [&](int row) {
         const size_t r = static_cast<size_t>(row);
-        const float* outputs[kMostUsed];
-        for (size_t i = 0; i < n_used; i++) outputs[i] = b.out + static_cast<size_t>(b.place[r * n_used + i]) * ld;
         float shared_weight[kRows] = {};
         if (shared_router_) {
             shared_weight[0] = dot_product(inputs.x + r * inputs.ldx, shared_router_, pass.config.n_embd);
@@ -398,8 +456,8 @@ void ExpertsBlock::combine(const Pass& pass, int thread, const Inputs& inputs) c
         } else {
             shared_weight[0] = 1;
         }
-        float* y = pass.b.own_h[static_cast<size_t>(thread)];
-        pass.kernels.weighted_sum(outputs, b.weights + r * n_used, config_.n_used, pass.config.n_embd, y);
+        float* y = has_latents() ? b.out + r * b.ld_out : pass.b.own_h[static_cast<size_t>(thread)];
+        if (!has_latents()) sum_routed(pass, row, y);
         if (routed_post_norm_) {
             clear_padding(y, pass.config.n_embd);
             pass.kernels.rms_norm(y, routed_post_norm_, pass.config.n_embd, pass.config.norm_epsilon, y);

@@ -30,10 +30,16 @@ private:
     PerExpert per_expert(const Weights& weights, const std::string& name, int n) const;
     void check_layout(const std::string& name) const;
     Inputs own_inputs(const Pass& pass, const float* x, const Inputs& in) const;
+    Inputs latent_inputs(const Pass& pass) const;
+    void prepare_latent(const Pass& pass, int row, const Matrix& reader) const;
     void norm_own_inputs(const Pass& pass, int thread) const;
     // Whether there are no gates: what the file calls up is in their place.
     bool is_plain() const { return experts_.parts[static_cast<int>(ExpertPart::Up)].n_out == 0; }
-    void score(const Pass& pass, int thread, const Inputs& inputs) const;
+    // Whether experts work on rows of their own, which are made of the residual stream's and become such again.
+    bool has_latents() const { return config_.n_latent > 0; }
+    int n_in() const { return has_latents() ? config_.n_latent : router_.n_in; }
+    void score(const Pass& pass, int thread, const Inputs& of_router, const Inputs& inputs) const;
+    void score_part(const Pass& pass, const Inputs& inputs, const Tasks& tasks, int task) const;
     void choose(const Pass& pass, int thread) const;
     void choose_for(const Pass& pass, int thread, int row) const;
     void group(const Pass& pass) const;
@@ -48,6 +54,8 @@ private:
     void down(const Pass& pass, int thread, const ExpertTask& task) const;
     bool find_record(const Pass& pass, int thread, ExpertWork& work) const;
     void activate(const Pass& pass, ExpertWork& work) const;
+    void sum_routed(const Pass& pass, int row, float* y) const;
+    void sum_latents(const Pass& pass, int thread) const;
     void combine(const Pass& pass, int thread, const Inputs& inputs) const;
     void record_inputs(const Pass& pass, int thread, const Inputs& inputs) const;
     void record_inputs_of_down(const Pass& pass, int thread) const;
@@ -58,6 +66,7 @@ private:
     ExpertPredictor& predictor_;
     ExpertLayer experts_;
     Matrix router_, shared_gate_, shared_up_, shared_down_;
+    Matrix latent_down_, latent_up_;  // empty without latent rows
     const float *norm_, *post_norm_, *router_bias_, *selection_bias_, *shared_router_;
     const float *router_norm_, *shared_norm_, *routed_post_norm_, *shared_post_norm_;
     PerExpert of_gate_, of_up_, of_down_;

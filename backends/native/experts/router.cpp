@@ -21,8 +21,8 @@ void choose_largest(float* scores, int n, int k, int32_t* chosen) {
     }
 }
 
-// The two largest of n scores, added up.
-float two_largest(const float* scores, int n) {
+// The two largest of n scores, added up, or the largest alone.
+float score_of_group(const float* scores, int n, bool is_largest) {
     float first = kNone, second = kNone;
     for (int i = 0; i < n; i++) {
         if (scores[i] > first) {
@@ -31,15 +31,18 @@ float two_largest(const float* scores, int n) {
             second = scores[i];
         }
     }
-    return n > 1 ? first + second : first;
+    return n > 1 && !is_largest ? first + second : first;
 }
 
-// Scores of -infinity for all groups but the n_used_groups whose two largest scores add up to most.
+// Scores of -infinity for all groups but the n_used_groups whose two largest scores add up to most, or whose largest is.
 void keep_best_groups(const ExpertsConfig& config, float* scores) {
     const int n_each = config.n_experts / config.n_groups;
     float of_groups[kMostExpertGroups];
     int32_t kept[kMostExpertGroups];
-    for (int g = 0; g < config.n_groups; g++) of_groups[g] = two_largest(scores + g * n_each, n_each);
+    for (int g = 0; g < config.n_groups; g++) {
+        const float* group = scores + g * n_each;
+        of_groups[g] = score_of_group(group, n_each, config.groups_by_best);
+    }
     choose_largest(of_groups, config.n_groups, config.n_used_groups, kept);
     for (int g = 0; g < config.n_groups; g++) {
         if (std::find(kept, kept + config.n_used_groups, g) != kept + config.n_used_groups) continue;

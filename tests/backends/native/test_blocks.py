@@ -15,7 +15,7 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import EdgeInferError, UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
-from edgeinfer.models import Attention, Layer, ModelSpec, PlainExperts, TensorRows, read_spec
+from edgeinfer.models import Attention, Layer, ModelSpec, TensorRows, read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
 
 
@@ -63,10 +63,8 @@ def test_a_field_that_the_engine_does_not_name_is_refused_by_name(
 
 
 def test_every_field_of_the_blocks_is_named() -> None:
-    """But rows that experts have for themselves, which only the reference computes."""
-    unknown: dict[type, set[str]] = {PlainExperts: {"n_latent", "latent_down", "latent_up"}}
     for block in BLOCKS:
-        assert set(BLOCKS[block]) == set(block.__dataclass_fields__) - unknown.get(block, set())
+        assert set(BLOCKS[block]) == set(block.__dataclass_fields__)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ def changed(**fields: Any) -> Callable[[ModelSpec], ModelSpec]:
         {"router_function": "sqrt_softplus", "is_normalised": True},
         {"router_function": "softmax_of_top_k"},
         {"n_groups": 4, "n_used_groups": 2},
+        {"n_groups": 4, "n_used_groups": 2, "groups_by_best": True},
         {"activation": "gelu_tanh"},
         {"post_norm": "output_norm.weight"},
         {"norm": None},
@@ -194,6 +195,7 @@ def routed(block: Experts, products: np.ndarray, bias: np.ndarray | None = None,
         weight_scale=block.weight_scale,
         n_groups=block.n_groups,
         n_used_groups=block.n_used_groups,
+        groups_by_best=block.groups_by_best,
         activation=_core.Activation.silu,
         n_ff_shared=0,
     )
@@ -225,12 +227,17 @@ def test_of_equal_ones_the_lower_index_comes_first() -> None:
     assert routed(block_of(), np.zeros(8, np.float32)).experts.tolist() == [0, 1, 2]
 
 
-def test_the_groups_whose_two_best_add_up_to_most_are_chosen_from(rng: np.random.Generator) -> None:
-    block = block_of("sigmoid", 12, 4, n_groups=4, n_used_groups=2)
+@pytest.mark.parametrize("by_best", [False, True])
+def test_the_groups_whose_best_are_best_are_chosen_from(by_best: bool, rng: np.random.Generator) -> None:
+    block = block_of("sigmoid", 12, 4, n_groups=4, n_used_groups=2, groups_by_best=by_best)
+    n_others = 0
     for _ in range(50):
         products = rng.normal(0, 2, 12).astype(np.float32)
         bias = np.round(rng.normal(0, 1, 12)).astype(np.float32)
-        assert routed(block, products, bias).experts.tolist() == choose(block, products, bias).experts.tolist()
+        found = routed(block, products, bias).experts.tolist()
+        assert found == choose(block, products, bias).experts.tolist()
+        n_others += found != choose(replace(block, groups_by_best=not by_best), products, bias).experts.tolist()
+    assert n_others > 5
 
 
 def test_a_product_that_is_not_a_number_is_chosen_last() -> None:

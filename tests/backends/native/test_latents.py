@@ -18,8 +18,11 @@ from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import InvalidArgument, UnsupportedModel
 from edgeinfer.common.settings import CacheType, LoadSettings
 from edgeinfer.common.types import Device
+from edgeinfer.exporters.source import GgufSource
 from edgeinfer.models import LatentAttention, read_spec
+from edgeinfer.models.formats import dequantize
 from edgeinfer.models.gguf import ModelFile
+from edgeinfer.record_cache import record_key
 
 N_CTX, N_BATCH = 512, 64
 
@@ -182,3 +185,64 @@ def test_rows_that_no_kernel_has_are_refused_by_name(tmp_path: Path, monkeypatch
     monkeypatch.setattr("edgeinfer.backends.native.config._LANES", 64)
     with pytest.raises(UnsupportedModel, match=r"layers\.0\.mixer has latents of 48 numbers"):
         Opener(write_tiny_latents(tmp_path / "m.gguf")).model()
+
+
+# ---- files of before April 2025 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tensor_type", ["F32", "F16", "BF16"])
+def test_one_matrix_of_all_heads_gives_the_bits_of_two(tensor_type: str, tmp_path: Path) -> None:
+    tokens, found = some_tokens(np.random.default_rng(7), 70), []
+    for is_old in (False, True):
+        path = write_tiny_latents(tmp_path / f"{is_old}.gguf", "lite", tensor_type, is_old=is_old)
+        found.append(read(Opener(path)(), tokens))
+    assert same_bits(*found)
+
+
+@pytest.mark.parametrize("tensor_type", ["Q8_0", "Q4_K", "Q6_K"])
+def test_matrices_of_heads_are_made_of_a_quantised_one(
+    tensor_type: str, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    path, tokens = write_tiny_latents(tmp_path / "m.gguf", "v3", tensor_type, is_old=True), rng.integers(0, 291, 100)
+    ours, theirs = of_both(path, tokens[:40], ReferenceBackend("int8"))
+    assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.03 * theirs.std()
+    opener = Opener(path)
+    assert [what for what, equal in comparisons(opener, available_isas(), tokens) if not equal] == []
+    file, block = opener.file, opener.spec.layers[1].mixer
+    assert isinstance(block, LatentAttention)
+    whole = file.tensors["blk.1.attn_kv_b.weight"]
+    both = dequantize(whole.type, file.data(whole.name), whole.shape).reshape(block.n_heads, -1, block.n_latent)
+    keys = file.data("blk.1.attn_k_b.weight").view(np.float16).reshape(block.n_heads, block.n_latent, -1)
+    assert np.array_equal(keys, both[:, : block.n_plain].transpose(0, 2, 1).astype(np.float16))
+    values = file.tensors["blk.1.attn_v_b.weight"]
+    assert np.array_equal(dequantize(values.type, file.data(values.name), values.shape), both[:, block.n_plain :])
+
+
+def test_parts_of_made_matrices_are_those_of_the_whole(tmp_path: Path) -> None:
+    with ModelFile.open(write_tiny_latents(tmp_path / "m.gguf", "lite", "Q8_0", is_old=True)) as file:
+        key, spec = record_key(file), read_spec(file)
+        for name in ("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"):
+            whole = file.data(name)
+            step = len(whole) // 7
+            pieces = [file.data(name, at, min(at + step, len(whole))) for at in range(0, len(whole), step)]
+            assert len(pieces) > 6 and np.array_equal(np.concatenate(pieces), whole)
+        assert read_spec(file) == spec and record_key(file) == key  # of what the file itself has
+        assert {each.name for each in GgufSource(file).tensors} >= {"blk.0.attn_kv_b.weight"}
+        assert not any(
+            each.name.endswith(("k_b.weight", "v_b.weight")) and "kv_b" not in each.name
+            for each in GgufSource(file).tensors
+        )
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"attention.head_count_kv": 1}, "head_count_kv must be 4, one for each head"),
+        ({"attention.value_length": 48}, r"attn_kv_b.weight must have shape \(320, 64\): found \(256, 64\)"),
+    ],
+)
+def test_one_matrix_of_another_size_is_refused(metadata: dict[str, Any], message: str, tmp_path: Path) -> None:
+    keys = {f"deepseek2.{key}": value for key, value in metadata.items()}
+    path = write_tiny_latents(tmp_path / "m.gguf", "lite", "Q8_0", is_old=True, metadata=keys)
+    with ModelFile.open(path) as file, pytest.raises(UnsupportedModel, match=message):
+        read_spec(file)

@@ -19,7 +19,7 @@ from edgeinfer.models.gguf import GGMLType, ModelFile
 
 TOKENS, ROWS = [(5 * i * i + 3 * i) % 259 for i in range(20)], [3, 19]
 SCALES = dict[str, float]
-HYBRIDS = ("qwen35", "lfm2moe", "nemotron_h_moe", "falcon-h1")
+HYBRIDS = ("qwen35", "lfm2moe", "nemotron_h_moe+latent", "falcon-h1")
 NO_PRODUCT = re.compile("ffn_gate_inp_shexp|ssm_(conv1d|a|d|norm)|shortconv.conv")  # held otherwise than matrices
 
 

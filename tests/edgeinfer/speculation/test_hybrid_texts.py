@@ -17,7 +17,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     *({"temperature": 0.8, "top_p": 0.95, "seed": seed} for seed in (1, 2, 3)),
 ]
-KINDS = ["qwen35", "lfm2moe", "nemotron_h_moe", "falcon-h1"]
+KINDS = ["qwen35", "lfm2moe", "nemotron_h_moe+latent", "falcon-h1"]
 
 pytestmark = pytest.mark.usefixtures("native")
 

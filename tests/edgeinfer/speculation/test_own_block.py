@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from drafting import PROMPT, FixedCosts, tokens_of
 from fitted_blocks import write_fitted_hybrid
+from recurrent_models import write_recurrent_model
 from tiny_hybrids import write_tiny_hybrid
 
 import edgeinfer
@@ -31,10 +32,10 @@ def opened(path: Path, **options: Any) -> Any:
     return engine
 
 
-@pytest.fixture(scope="module", params=["qwen35", "qwen35moe"])
+@pytest.fixture(scope="module", params=["qwen35", "qwen35moe", "nemotron_h_moe+latent"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "m.gguf"
-    with opened(write_tiny_hybrid(path, request.param, n_nextn=1), draft="none") as engine:
+    with opened(write_recurrent_model(path, request.param, n_nextn=1), draft="none") as engine:
         text = [*engine.tokenize(PROMPT), *tokens_of(engine, REQUESTS[0])]
     return write_fitted_hybrid(path, [text], request.param)
 

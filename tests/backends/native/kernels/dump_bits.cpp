@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -235,7 +236,7 @@ void routing(const Kernels& kernels) {
     }
 }
 
-enum class SecondLayer { Dense, Experts, DeltaNet, ShortConv, Latents };
+enum class SecondLayer { Dense, Experts, DeltaNet, ShortConv, Latents, Mamba };
 
 // A decoder of random weights in one format, with everything that only some architectures have for some of them.
 class RandomDecoder {
@@ -246,6 +247,12 @@ public:
         if (second == SecondLayer::Experts) config_.layers[1].ffn = experts_of(format);
         if (second == SecondLayer::DeltaNet) config_.layers[1].mixer = DeltaNetConfig{2, 6, 48, 4, true, false};
         if (second == SecondLayer::ShortConv) config_.layers[1].mixer = ShortConvConfig{256, 3};
+        if (second == SecondLayer::Mamba) {
+            config_.layers[1].mixer = Mamba2Config{6, 48, 2, 32, 4};
+            ExpertsConfig experts{256, 10, 3};
+            experts.activation = Activation::Relu2, experts.n_ff_shared = 512, experts.n_latent = 64;
+            config_.layers[1].ffn = experts;
+        }
         AttentionConfig& first = std::get<AttentionConfig>(config_.layers[0].mixer);
         if (second == SecondLayer::DeltaNet) first.gate = OutputGate::InQ;
         if (second == SecondLayer::ShortConv) first.gate = OutputGate::PerHead, first.gate_is_softplus = true;
@@ -312,6 +319,8 @@ private:
         } else if (config.short_conv()) {
             vector(mixer + "conv", 3 * 256);
             matrix(mixer + "input", 3 * 256, 256), matrix(mixer + "output", 256, 256);
+        } else if (config.mamba2()) {
+            add_mamba2(mixer, *config.mamba2());
         } else if (config.latent_attention()) {
             add_latents(mixer, *config.latent_attention());
         } else {
@@ -330,6 +339,16 @@ private:
         matrix(mixer + "qkv", net.n_channels(), 256), matrix(mixer + "gate", net.n_v(), 256);
         matrix(mixer + "beta", net.n_value_heads, 256), matrix(mixer + "alpha", net.n_value_heads, 256);
         matrix(mixer + "output", 256, net.n_v());
+    }
+
+    void add_mamba2(const std::string& mixer, const Mamba2Config& mamba) {
+        std::vector<float> decay = numbers_.floats(static_cast<size_t>(mamba.n_heads));
+        for (float& value : decay) value = -0.1f * std::abs(value);
+        weights_->set_vector(mixer + "decay", decay.data(), mamba.n_heads);
+        vector(mixer + "skip", mamba.n_heads), vector(mixer + "step_bias", mamba.n_heads);
+        vector(mixer + "conv", mamba.n_conv * mamba.n_channels()), vector(mixer + "conv_bias", mamba.n_channels());
+        vector(mixer + "out_norm", mamba.n_v());
+        matrix(mixer + "input", mamba.n_input_rows(), 256), matrix(mixer + "output", 256, mamba.n_v());
     }
 
     void add_latents(const std::string& mixer, const LatentConfig& latents) {
@@ -375,21 +394,29 @@ private:
         if (format_ == Format::Q4_K) vector(ffn + "selection_bias", 10), vector(ffn + "up_scale", 10);
         if (format_ == Format::Q6_K) vector(ffn + "shared_router", 256);
         if (config_.layers[1].experts()->n_ff_shared) {
-            matrix(ffn + "shared_gate", 512, 256), matrix(ffn + "shared_up", 512, 256);
-            matrix(ffn + "shared_down", 256, 512);
+            matrix(ffn + "shared_up", 512, 256), matrix(ffn + "shared_down", 256, 512);
+            if (!n_latent()) matrix(ffn + "shared_gate", 512, 256);
         }
+        if (n_latent()) matrix(ffn + "latent_down", n_latent(), 256), matrix(ffn + "latent_up", 256, n_latent());
     }
+
+    // Those that have latent rows have no gates.
+    int n_latent() const { return config_.layers[1].experts()->n_latent; }
 
     // Null without a layer that has any.
     std::shared_ptr<ExpertStore> experts() {
         if (!config_.has_experts()) return nullptr;
         const auto layout = std::make_shared<ExpertLayout>();
         layout->add_layer_without_experts();
-        layout->add_layer(10, {format_, 256, 256}, {format_, 256, 256}, {format_, 256, 256});
+        const int n_in = n_latent() ? n_latent() : 256, n_up = n_latent() ? 0 : 256;
+        config_.inputs.add(format_, n_in), config_.inputs.add(format_, 256);
+        layout->add_layer(10, {format_, 256, n_in}, {format_, n_up, n_in}, {format_, n_in, 256});
         auto records = std::make_shared<ExpertRecords>(layout, nullptr);
         for (int i = 0; i < 10 * kExpertParts; i++) {
-            const std::vector<uint8_t> source = source_of(format_, 256, 256, numbers_);
-            for (int g = 0; g < 256 / kRows; g++) {
+            const Matrix& part = layout->layer(1).parts[i % kExpertParts];
+            if (!part.n_out) continue;
+            const std::vector<uint8_t> source = source_of(format_, part.n_out, part.n_in, numbers_);
+            for (int g = 0; g < part.n_groups(); g++) {
                 pack_expert_group(layout->layer(1), static_cast<ExpertPart>(i % kExpertParts), format_, source.data(),
                                   g, records->record(1, i / kExpertParts));
             }
@@ -497,9 +524,11 @@ void decoders(const Kernels& kernels, bool few) {
             passes(kernels, name("decoder-", static_cast<int>(kv_type), format), random);
         }
         if (format == Format::Q8_0) {
-            for (const SecondLayer second : {SecondLayer::DeltaNet, SecondLayer::ShortConv}) {
+            const std::map<std::string, SecondLayer> recurrent = {{"delta-net", SecondLayer::DeltaNet},
+                                                                  {"mamba2", SecondLayer::Mamba},
+                                                                  {"short-conv", SecondLayer::ShortConv}};
+            for (const auto& [kind, second] : recurrent) {
                 RandomDecoder random(kernels, format, KvType::F16, second);
-                const std::string kind = second == SecondLayer::DeltaNet ? "delta-net" : "short-conv";
                 passes(kernels, kind, random);
                 long_chain(kernels, kind, random);
             }
