@@ -149,6 +149,21 @@ class TagsMachine(OutputMachine):
 
     @property
     @override
+    def precedes_answer(self) -> bool:
+        return self.is_reasoning or bool(self.next_text)
+
+    @property
+    @override
+    def next_text(self) -> str:
+        """The rest of a mark of reasoning whose first character is a special token, which was emitted."""
+        for opening, _ in self._format.reasoning if self._step == self._begin else ():
+            begun = self._rest[self._rest.find(opening[0]) :] if self._format.is_special(opening[0]) else ""
+            if begun and opening.startswith(begun):
+                return opening.removeprefix(begun)
+        return ""
+
+    @property
+    @override
     def unclosed(self) -> str:
         return self._closing if self.is_reasoning else ""
 

@@ -1,8 +1,8 @@
 """Splitting what a model emits in a chat into reasoning, answer and tool calls.
 
 Models mark these parts differently: with tags around the reasoning (<think>, [THINK]) and around tool calls, or as
-messages with headers that name a channel (gpt-oss) or whom they are for (Muse Glimmer). `OutputFormat` finds a model's marks in its template and vocabulary, once; an `OutputParser` then
-splits one answer, token by token.
+messages with headers that name a channel (gpt-oss) or whom they are for (Muse Glimmer). `OutputFormat` finds a model's
+marks in its template and vocabulary, once; an `OutputParser` then splits one answer, token by token.
 
 A mark that the vocabulary has as a special token counts only as that token: a model that spells "<think>" in ordinary
 tokens writes about it. In the text that the parser sees, each special token is one lone surrogate, which no decoded
@@ -375,7 +375,7 @@ class OutputParser:
     @property
     def opening_ids(self) -> tuple[int, ...]:
         """The special tokens that begin the reasoning where an answer begins with them."""
-        return self._format.ids_of([opening for opening, _ in self._format.reasoning])
+        return self._format.ids_of([opening[:1] for opening, _ in self._format.reasoning])
 
     @property
     def reasoning(self) -> str | None:
@@ -392,15 +392,18 @@ class OutputParser:
         """Those that have ended."""
         return tuple(self._machine.tool_calls)
 
-    def emitted(self, n_answer: int) -> str:
-        """All of it as it was emitted after what the prompt had opened, marks included; the answer cut to n_answer."""
+    def emitted(self, n_answer: int, with_calls: bool = True) -> str:
+        """All of it as it was emitted after what the prompt had opened, marks included; the answer cut to n_answer.
+
+        with_calls: False leaves calls of tools out.
+        """
         parts: list[str] = [trusted(self.opened)]
         for kind, coded in ((segment.kind, segment.coded) for segment in self._machine.segments):
             if kind == "answer":
                 part = self._format.shown(coded)[:n_answer]
                 n_answer -= len(part)
                 parts.append(part)
-            elif kind != "break":
+            elif kind != "break" and (with_calls or kind != "tool call"):
                 parts.append(self._format.emitted(coded))
         # Cut within its reasoning: a template finds what to take out only by the mark at the end.
         return joined([*parts, self._format.text(self._machine.unclosed)])

@@ -179,8 +179,9 @@ class _Calls:
     def named(self) -> str:
         """A call from its name on."""
         header = f"{self.format.header}{self.format.head}" if self.format.header else ""
+        middle = self.format.middle
         cases = [
-            f"{self.writer.text(header.replace(NAME, tool.name) + tool.name + self.format.middle)} {self.arguments(tool)} "
+            f"{self.writer.text(header.replace(NAME, tool.name) + tool.name + middle)} {self.arguments(tool)} "
             f"{self.writer.ended(self.format.tail) if self.format.tail else ''}".rstrip()
             for tool in self.use.callable_tools
         ]
@@ -249,7 +250,10 @@ def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:
 
 
 def _of_channels(calls: _Calls, schema: str | None) -> tuple[list[str], list[str], str, str]:
-    """As gpt-oss writes: (what may come before the last message, the last one, the end of one, what begins the next)."""
+    """As gpt-oss writes.
+
+    Gives what may come before the last message, what that may be, the end of a message, and what begins the next.
+    """
     writer, format = calls.writer, calls.format
     following = writer.text("<|start|>assistant")
     before = [

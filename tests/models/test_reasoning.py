@@ -52,7 +52,9 @@ CHANNEL_TOKENS = dict.fromkeys(
 # Muse Glimmer: headers say whom a message is for.
 RECIPIENTS = """{%- for m in messages -%}
 {%- if m.role == 'assistant' -%}
-    {%- if m.reasoning_content -%}{{- '<|start|>assistant to=self<|message|>' + m.reasoning_content + '<|eom|>' -}}{%- endif -%}
+    {%- if m.reasoning_content -%}
+        {{- '<|start|>assistant to=self<|message|>' + m.reasoning_content + '<|eom|>' -}}
+    {%- endif -%}
     {%- for call in m.tool_calls or [] -%}
         {{- '<|start|>assistant to=' + call.function.name + '<|message|><atem:function_calls>\n<atem:invoke name="' -}}
         {{- call.function.name + '">\n' -}}
@@ -140,6 +142,14 @@ MODELS = {
     "brackets": (BRACKETS + "{%- if false -%}[TOOL_CALLS]{%- endif -%}", BRACKET_TOKENS),
     "unread": (UNREAD, {}),
     "named": (NAMED, NAMED_TOKENS),
+    "named, calls": (
+        NAMED.replace(
+            "{{ c | trim }}",
+            "{{ c | trim }}{%- for t in m.tool_calls or [] -%}CALL {{ t.function | tojson }}{%- endfor -%}",
+        )
+        + "{# <tool_call> #}",
+        {**NAMED_TOKENS, **THINK_TOKENS},
+    ),
     "wrapped": (WRAPPED, WRAPPED_TOKENS),
     "plain": (CHATML, {}),
     "controls": (FIELD, dict.fromkeys(THINK_TOKENS, CONTROL)),
@@ -562,6 +572,18 @@ def test_a_message_to_a_tool_goes_back_as_one(scripted):
     # The template has no place for the text beside a call: it follows the reasoning.
     sent = f"<|start|>assistant{SELF}hm\n\nI look.{ON} to=look<|message|>{INVOKED}<|eot|>"
     assert sent in engine.detokenize(script.prompts[-1])
+
+
+def test_reasoning_goes_back_in_its_marks_and_calls_as_calls_where_a_template_looks_for_marks(scripted):
+    engine, script = scripted("named, calls")
+    chat = engine.chat()
+    script.emit(f"<|channel>thought\nhm<channel|>I look.{TAGGED}")
+    said(chat.send("q"))
+    script.emit("e")
+    said(chat.send_results(["seventeen"]))
+    prompt = engine.detokenize(script.prompts[-1])
+    call = '{"name": "look", "arguments": {"at": "é"}}'
+    assert f"<|im_start|>assistant\nI look.CALL {call}<|im_end|>" in prompt and "seventeen" in prompt
 
 
 def test_a_call_without_a_name_goes_back_as_it_was_emitted(scripted):
