@@ -123,7 +123,7 @@ def test_logits_are_those_of_transformers(
 
 
 def add_attention_in_halves() -> str:
-    """The name of an attention of Gemma 4 in transformers whose keys and values are rounded to halves, as in a cache."""
+    """The name of an attention of Gemma 4 in transformers with keys and values in halves, as in a cache."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.models.gemma4.modeling_gemma4 import eager_attention_forward
