@@ -440,21 +440,24 @@ class Conversation(OfOneProcess):
         reasoning, calls = message.get("reasoning", ""), message.get("tool_calls", [])
         takes_calls = form != "text" and all(call["name"] is not None for call in calls)
         is_empty = form == "text" and not message["content"]
-        if (reasoning and self._format.looks_for_marks) or (calls and not takes_calls) or is_empty:
+        has_marks = bool(reasoning) and self._format.looks_for_marks
+        if (has_marks and not calls) or (calls and not takes_calls) or is_empty:
             return given | {"content": self._as_emitted(message)}
         if not calls:
             return given | reasoning_fields(reasoning)
         if self._format.uses_channels and reasoning:  # its template takes one of the two beside a call
             reasoning = "\n\n".join(filter(None, (reasoning, message["content"])))
             given["content"] = ""
+        elif has_marks:
+            given["content"] = self._as_emitted(message, with_calls=False)
         return given | reasoning_fields(reasoning) | {"tool_calls": calls_for_template(calls, form == "json")}
 
-    def _as_emitted(self, message: Message) -> str:
+    def _as_emitted(self, message: Message, with_calls: bool = True) -> str:
         """An answer with its marks; without tokens, which tell them, its texts alone."""
         output = self._parsed(message)
         if output is not None:
-            return output.emitted(len(message["content"]))
-        calls = message.get("tool_calls", [])
+            return output.emitted(len(message["content"]), with_calls)
+        calls = message.get("tool_calls", []) if with_calls else []
         if calls and all(call["name"] is not None for call in calls):
             return joined(filter(None, (message["content"], spelled(self._tools.format, calls))), "\n")
         return "\n".join(filter(None, (message["content"], *(call["text"] for call in calls))))

@@ -17,12 +17,24 @@ from edgeinfer.common.overriding import override
 from edgeinfer.exporters.finite import FiniteFile
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.models.formats import check_type, dequantize
-from edgeinfer.models.gguf import GGMLType, ModelFile
+from edgeinfer.models.gguf import FilePlace, GGMLType, ModelFile
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 ReadRows = Callable[[int, int], Floats]  # rows first..last-1
 ReadBytes = Callable[[int, int], Bytes]
+
+
+@dataclass(frozen=True)
+class StoredBytes:
+    """Reads the bytes of rows that lie one after the other in a file."""
+
+    read: ReadBytes
+    place: FilePlace
+
+    def __call__(self, first: int, last: int) -> Bytes:
+        """Those of rows first..last-1."""
+        return self.read(first, last)
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,11 @@ class SourceTensor:
     rows: ReadRows
     # the bytes of the same rows in `type`, where the source has them; None where they are made of the rows
     stored: ReadBytes | None = None
+
+    @property
+    def place(self) -> FilePlace | None:
+        """Where these bytes lie in a file as they are, None where they do not."""
+        return self.stored.place if isinstance(self.stored, StoredBytes) else None
 
     @property
     def n_in(self) -> int:
@@ -125,7 +142,10 @@ class GgufSource(Source):
 
     def _tensor(self, name: str) -> SourceTensor:
         info = self.file.tensors[name]
-        return SourceTensor(name, info.shape, info.type, partial(self._rows, name), partial(self._stored, name))
+        stored: ReadBytes = partial(self._stored, name)
+        if (place := self.file.place(name)) is not None:
+            stored = StoredBytes(stored, place)
+        return SourceTensor(name, info.shape, info.type, partial(self._rows, name), stored)
 
     def _stored(self, name: str, first: int, last: int) -> Bytes:
         info = self.file.tensors[name]

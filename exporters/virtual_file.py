@@ -13,7 +13,7 @@ from edgeinfer.exporters.gguf.skeleton import write_skeleton
 from edgeinfer.exporters.gguf.writer import Metadata, Tensor, layout, write_gguf
 from edgeinfer.exporters.source import Bytes, GgufSource, Source, SourceTensor, named_as
 from edgeinfer.models.formats import quantize
-from edgeinfer.models.gguf import GGMLType, MakeBytes, ModelFile
+from edgeinfer.models.gguf import FilePlace, GGMLType, MakeBytes, ModelFile
 
 
 class VirtualTensor(NamedTuple):
@@ -23,6 +23,7 @@ class VirtualTensor(NamedTuple):
     type: GGMLType
     shape: tuple[int, ...]  # in numpy's order
     make: MakeBytes  # gives its bytes first..last-1, whole rows
+    place: FilePlace | None = None  # where the same bytes lie in a file, None where they do not
 
 
 class VirtualModelFile(ModelFile):
@@ -75,7 +76,7 @@ def model_file_of(source: Source) -> Iterator[ModelFile]:
 
 def virtual_tensor(tensor: SourceTensor) -> VirtualTensor:
     """A tensor of a source in the type that holds its weights without loss."""
-    return VirtualTensor(tensor.name, tensor.type, tensor.shape, partial(_made, tensor))
+    return VirtualTensor(tensor.name, tensor.type, tensor.shape, partial(_made, tensor), tensor.place)
 
 
 def _made(tensor: SourceTensor, first: int, last: int) -> Bytes:

@@ -16,6 +16,7 @@ Arguments: TypeAlias = Literal["json", "parameters", "python", "quoted"]
 a:1,b:QxQ with quotes of their own."""
 
 DIGITS = "\0"  # in a head or middle: a number that the model counts up
+NAME = "\1"  # in a header: the name of the tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class CallFormat:
     is_single: bool = False  # an answer has one call
     bare: str = ""  # what the arguments are called in a call that is all of an answer, "" where none may be
     has_channels: bool = False  # the call is a message of a channel, as gpt-oss writes it
+    header: str = ""  # before the head: whom the message is for, where that is no part of the head
 
 
 def _array(name: str, opening: str, closing: str, **more: str) -> CallFormat:
@@ -65,6 +67,12 @@ HARMONY = CallFormat(
     "harmony", "<|channel|>", "<|call|>", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>",
     "<|call|>", is_single=True, has_channels=True,
 )  # fmt: skip
+ATEM = CallFormat(
+    "atem", "<atem:function_calls>", "</atem:function_calls>", '<atem:function_calls>\n<atem:invoke name="', '">\n',
+    "</atem:invoke>\n</atem:function_calls>", separator="<|eom|><|start|>assistant", arguments="parameters",
+    parameter=('<atem:parameter name="', '">', "</atem:parameter>\n"), has_channels=True,
+    header=f" to={NAME}<|message|>",
+)  # fmt: skip
 XML = _tagged("xml", "<tool_call>", "</tool_call>", ">\n", ("<parameter=", ">\n", "\n</parameter>\n"))
 SEED = _tagged("seed", "<seed:tool_call>", "</seed:tool_call>", ">\n", ("<parameter=", ">", "</parameter>\n"))
 GLM = _tagged("glm", "<tool_call>", "</tool_call>", "\n", ("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"))
@@ -80,6 +88,7 @@ MISTRAL = _array("mistral", "[TOOL_CALLS]", "")
 MISTRAL_NAMED = CallFormat("mistral, named", "[TOOL_CALLS]", "", "[TOOL_CALLS]", "[ARGS]", "")
 GRANITE = _array("granite", "<|tool_call|>", "")
 NEMOTRON = _array("nemotron", "<TOOLCALL>", "</TOOLCALL>")
+FALCON = _array("falcon", "<tool_call>", "</tool_call>", begin="<tool_call>\n[", end="]\n</tool_call>")
 APRIEL = _array("apriel", "<tool_calls>", "</tool_calls>")
 COHERE = _array(
     "cohere", "<|START_ACTION|>", "<|END_ACTION|>", begin="<|START_ACTION|>[\n    ", separator=",\n    ",
@@ -123,6 +132,7 @@ _RULES: tuple[tuple[CallFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (MINIMAX, ("<minimax:tool_call>", "<invoke name="), ()),
     (XML, ("<tool_call>", "<function=", "<parameter="), ()),
     (GLM, ("<tool_call>", "</arg_key>\n<arg_value>"), ()),
+    (GLM, ("<tool_call>", '</arg_key>\\n"', '"<arg_value>"'), ()),  # Laguna XS: pieces of texts
     (GLM_SHORT, ("<tool_call>", "<arg_key>"), ()),
     (NEMOTRON, ("<TOOLCALL>",), ()),
     (APRIEL, ("<tool_calls>[",), ()),
@@ -135,6 +145,8 @@ _RULES: tuple[tuple[CallFormat, tuple[str, ...], tuple[str, ...]], ...] = (
     (DEEPSEEK, ("<｜tool▁calls▁begin｜>", "```json"), ()),
     (DEEPSEEK_SHORT, ("<｜tool▁calls▁begin｜>",), ()),
     (COHERE, ("<|START_ACTION|>", "tool_name"), ()),
+    (FALCON, ("<tool_call>\n[", '"arguments"'), ("<tool_calls>",)),
+    (FALCON, (r"<tool_call>\n[", '"arguments"'), ("<tool_calls>",)),
     (HERMES, ("<tool_call>", '"arguments"'), ("<tool_calls>",)),
     (HERMES, ("<tool_call>", "'arguments'"), ("<tool_calls>",)),
     (LFM2, ("<|tool_call_start|>",), ()),
@@ -143,7 +155,10 @@ _RULES: tuple[tuple[CallFormat, tuple[str, ...], tuple[str, ...]], ...] = (
 
 
 def call_format_of(source: str, special: Collection[str]) -> CallFormat | None:
-    """The format of a model by its template and the special tokens of its vocabulary; None for one not known."""
+    """The format of a model by its template and the special tokens of its vocabulary; None for one not known.
+
+    Those with channels are not among them: they follow from the marks of the channels.
+    """
     for format, needed, unwanted in _RULES:
         if all(mark in source for mark in needed) and not any(mark in source for mark in unwanted):
             return format

@@ -1,5 +1,5 @@
-"""Calls of tools that are no JSON: XML as Qwen3-Coder and Qwen3.5 write it, Python's syntax as LFM2 writes it, and
-Gemma's.
+"""Calls of tools that are no JSON: XML as Qwen3-Coder and Qwen3.5 or as Muse Glimmer and MiniMax write it, Python's
+syntax as LFM2 writes it, and Gemma's.
 
 <function=f><parameter=a>1</parameter></function>            [f(a=1, b="x"), g()]            call:f{a:1,b:<|"|>x<|"|>}
 """
@@ -26,6 +26,10 @@ class SpelledCall(NamedTuple):
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\s]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+# <atem:invoke name="f"><atem:parameter name="a">1</atem:parameter></atem:invoke>, the prefix being a model's
+_INVOKED = re.compile(r"""\s*<(?:\w+:)?invoke name="([^<>"\s]+)">(.*?)</(?:\w+:)?invoke>\s*""", re.DOTALL)
+_NAMED = re.compile(r"""\s*<(?:\w+:)?parameter name="([^<>"\s]+)">(.*?)</(?:\w+:)?parameter>\s*""", re.DOTALL)
+_WRAPPER = re.compile(r"\s*<(?:\w+:)?function_calls>(.*)</(?:\w+:)?function_calls>\s*", re.DOTALL)
 
 
 def xml_calls(text: str) -> list[SpelledCall] | None:
@@ -34,10 +38,16 @@ def xml_calls(text: str) -> list[SpelledCall] | None:
     Values have no quotes: what is a number, true, false, null, a list or an object in JSON is that, all else a text,
     without the line ends next to its tags. A text that looks like a number cannot be told from one.
     """
+    wrapped = _WRAPPER.fullmatch(text)
+    text = text if wrapped is None else wrapped[1]
+    return _xml_calls(text, _FUNCTION, _PARAMETER) or _xml_calls(text, _INVOKED, _NAMED)
+
+
+def _xml_calls(text: str, of_call: re.Pattern[str], of_parameter: re.Pattern[str]) -> list[SpelledCall] | None:
     calls, end = [], 0
     while end < len(text):
-        function = _FUNCTION.match(text, end)
-        arguments = None if function is None else _parameters(function[2])
+        function = of_call.match(text, end)
+        arguments = None if function is None else _parameters(function[2], of_parameter)
         if function is None or arguments is None:
             return None
         calls.append(SpelledCall(function[0].strip(), function[1], arguments))
@@ -45,11 +55,11 @@ def xml_calls(text: str) -> list[SpelledCall] | None:
     return calls or None
 
 
-def _parameters(body: str) -> dict[str, Any] | None:
+def _parameters(body: str, of_parameter: re.Pattern[str]) -> dict[str, Any] | None:
     found: dict[str, Any] = {}
     end = len(body) - len(body.lstrip())
     while end < len(body):
-        parameter = _PARAMETER.match(body, end)
+        parameter = of_parameter.match(body, end)
         if parameter is None or parameter[1] in found:
             return None
         found[parameter[1]] = _xml_value(parameter[2].removeprefix("\n").removesuffix("\n"))

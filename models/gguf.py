@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,7 @@ __all__ = [
     "DEFAULT_ALIGNMENT",
     "I2_S_TAIL_BYTES",
     "TERNARY_TYPES",
+    "FilePlace",
     "GGMLType",
     "MakeBytes",
     "MetadataValue",
@@ -44,6 +45,14 @@ __all__ = [
 ]
 
 MakeBytes: TypeAlias = Callable[[int, int], NDArray[np.uint8]]  # of bytes first..last-1, whole rows
+
+
+class FilePlace(NamedTuple):
+    """Where the bytes of a tensor lie in a file. The descriptor belongs to who opened the file, and ends with that."""
+
+    path: Path
+    descriptor: int
+    offset: int  # of the first byte
 
 
 class ModelFile(OfOneProcess):
@@ -63,6 +72,7 @@ class ModelFile(OfOneProcess):
         self._tensors = {name: info for part in parts for name, info in part.tensors.items()}
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._tensors)
         self._made: dict[str, MakeBytes] = {}
+        self._places: dict[str, FilePlace | None] = {}
         self._files = [part.file for part in parts]
 
     @classmethod
@@ -126,15 +136,32 @@ class ModelFile(OfOneProcess):
         """Let the system read bytes first..last-1 of a file, for each such run: together, and ahead of their use."""
         self._file(part).prefetch(runs)
 
-    def define(self, name: str, type: GGMLType, shape: tuple[int, ...], make: MakeBytes) -> None:
-        """Add a tensor that the file lacks. make: called with the bytes first and last each time that some are read."""
+    def define(
+        self, name: str, type: GGMLType, shape: tuple[int, ...], make: MakeBytes, place: FilePlace | None = None
+    ) -> None:
+        """Add a tensor that the file lacks.
+
+        make: called with the bytes first and last each time that some are read.  place: where the same bytes lie in
+        another file, None where they do not.
+        """
         n_bytes = math.prod(shape) // type.block_elements * type.block_bytes
         self._tensors[name] = TensorInfo(name, shape, type, 0, n_bytes, 0)
         self._made[name] = make
+        self._places[name] = place
 
     def makes(self, name: str) -> bool:
         """Whether a tensor was added by define: what is read of it takes memory of its own."""
         return name in self._made
+
+    def place(self, name: str) -> FilePlace | None:
+        """Where the bytes of a tensor lie in a file, one after the other; None for one that is made.
+
+        Raises KeyError, EdgeInferError once closed.
+        """
+        if name in self._made:
+            return self._places[name]
+        info = self.tensors[name]
+        return FilePlace(self.paths[info.part], self.descriptor(info.part), info.offset)
 
     def release(self, name: str, first: int = 0, last: int | None = None) -> None:
         """Let the system take back the memory that reading bytes first..last-1 of a tensor took.

@@ -20,6 +20,7 @@ _BARE_CALLS = (_BARE_CALL, f"[{_BARE_CALL}", f"```json{_BARE_CALL}", f"```json[{
 _BARE_LENGTH = 64  # characters within which it begins so
 _CUT = "a call of a tool was not complete when the answer ended: it is in the text"
 _UNREADABLE = "a call of a tool cannot be read: it is in the text"
+_RECIPIENT = " to="  # in a header, before the name of whom a message is for
 _MAX_HEADER = 256  # characters before <|message|>; what is longer is no header
 
 Kind: TypeAlias = Literal["mark", "reasoning", "answer", "tool call", "break"]
@@ -62,6 +63,11 @@ class OutputMachine:
     def next_marks(self) -> tuple[str, ...]:
         """The marks one of which comes next in a well-formed output; none where anything may come."""
         return ()
+
+    @property
+    def next_text(self) -> str:
+        """The text that comes next in a well-formed output; "" where anything may come."""
+        return ""
 
     @property
     def unclosed(self) -> str:
@@ -140,6 +146,21 @@ class TagsMachine(OutputMachine):
     @override
     def is_reasoning(self) -> bool:
         return self._step == self._reason
+
+    @property
+    @override
+    def precedes_answer(self) -> bool:
+        return self.is_reasoning or bool(self.next_text)
+
+    @property
+    @override
+    def next_text(self) -> str:
+        """The rest of a mark of reasoning whose first character is a special token, which was emitted."""
+        for opening, _ in self._format.reasoning if self._step == self._begin else ():
+            begun = self._rest[self._rest.find(opening[0]) :] if self._format.is_special(opening[0]) else ""
+            if begun and opening.startswith(begun):
+                return opening.removeprefix(begun)
+        return ""
 
     @property
     @override
@@ -296,7 +317,9 @@ class ChannelsMachine(OutputMachine):
     """gpt-oss: messages with a header that names a channel, and for a call of a tool whom it is for.
 
     <|start|>assistant<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
-    The prompt ends after the first "assistant".
+    The prompt ends after the first "assistant". Muse Glimmer has no channels but says whom each message is for:
+
+    <|start|>assistant to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>
     """
 
     def __init__(self, format: OutputFormat, opened: str, reader: CallReader | None = None) -> None:
@@ -319,14 +342,23 @@ class ChannelsMachine(OutputMachine):
     @override
     def precedes_answer(self) -> bool:
         is_answer = self._step == self._body and self._kind == "answer"
-        return not is_answer and self._format.is_special(self._channel)
+        return not is_answer and self._format.is_special(self._channel or self._message)
 
     @property
     @override
     def next_marks(self) -> tuple[str, ...]:
         if self._step == self._between:
             return (self._start,)
-        return (self._channel,) if self._step == self._header and self._is_first and not self._rest else ()
+        return (self._channel,) if self._channel and self._begins_header() and not self._rest else ()
+
+    @property
+    @override
+    def next_text(self) -> str:
+        is_open = self._begins_header() and not self._channel and _RECIPIENT.startswith(self._rest)
+        return _RECIPIENT.removeprefix(self._rest) if is_open else ""
+
+    def _begins_header(self) -> bool:
+        return self._step == self._header and self._is_first
 
     def _header(self) -> bool:
         end, mark = self._text_before([self._message])
@@ -343,7 +375,7 @@ class ChannelsMachine(OutputMachine):
 
     def _is_header(self, text: str) -> bool:
         """Whether the first header may go on so; a model that marks nothing answers at once."""
-        marks = (self._channel, self._message, "to=")
+        marks = tuple(filter(None, (self._channel, self._message, _RECIPIENT.lstrip())))
         is_begun = text.startswith(marks) or any(map(self._format.is_special, text[:1]))
         return is_begun or self._may_begin(text, marks)
 
@@ -352,10 +384,11 @@ class ChannelsMachine(OutputMachine):
         channel = re.search(r"<\|channel\|>\s*(\w*)", header)
         self._recipient = recipient.group(1) if recipient else ""
         self._kind = "answer"
-        if self._recipient not in ("", "user", "assistant"):
-            self._kind = "tool call"
-        elif channel and channel.group(1) == "analysis":
+        is_thought = bool(channel and channel.group(1) == "analysis") if self._channel else self._recipient == "self"
+        if is_thought and self._recipient in ("", "user", "assistant", "self"):
             self._kind, self.has_reasoning = "reasoning", True
+        elif self._recipient not in ("", "user", "assistant"):
+            self._kind = "tool call"
         if self._kind != "tool call":
             self._break(self._kind)
         self._is_first = False
@@ -366,13 +399,13 @@ class ChannelsMachine(OutputMachine):
         if self._kind == "tool call":
             if not mark and not self._is_last:
                 return False
-            call = call_to(self._recipient, plain(self._format.text(self._rest[:end])))
-            if self._reader is not None and call.arguments is None:
+            calls = self._calls(plain(self._format.text(self._rest[:end])))
+            if self._reader is not None and None in (call.arguments for call in calls):
                 self._kind = "answer"
                 self.call_error = _UNREADABLE if mark else _CUT
                 self._give("answer", f"{self._recipient} ")
             else:
-                self.tool_calls.append(call)
+                self.tool_calls += calls
         self._take(self._kind, end)
         if not mark:
             return False
@@ -382,6 +415,16 @@ class ChannelsMachine(OutputMachine):
         self._step = self._between
         return True
 
+    def _calls(self, body: str) -> list[ToolCall]:
+        """The calls of a message to a tool; one without arguments where it cannot be read."""
+        calls: list[ToolCall] = []
+        if not self._channel and self._reader is not None:
+            text = body.strip().removeprefix(self._reader.opening).removesuffix(self._reader.closing)
+            calls = self._reader.read(text)
+        elif not self._channel:
+            calls = read_calls(body)
+        return calls or [call_to(self._recipient, body)]
+
     def _between(self) -> bool:
         """After the end of a message: the next one, or text without a header."""
         body = self._rest.lstrip()
@@ -389,7 +432,7 @@ class ChannelsMachine(OutputMachine):
             self._take("mark", len(self._rest) - len(body) + len(self._start))
             self._step = self._header
             return True
-        if body.startswith(self._channel):  # the start is left out
+        if self._channel and body.startswith(self._channel):  # the start is left out
             self._step = self._header
             return True
         if not body or self._may_begin(body, [self._start, self._channel]):

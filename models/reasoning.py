@@ -1,8 +1,8 @@
 """Splitting what a model emits in a chat into reasoning, answer and tool calls.
 
-Models mark these parts differently: with tags around the reasoning (<think>, [THINK]) and around tool calls, or with
-channels (gpt-oss). `OutputFormat` finds a model's marks in its template and vocabulary, once; an `OutputParser` then
-splits one answer, token by token.
+Models mark these parts differently: with tags around the reasoning (<think>, [THINK]) and around tool calls, or as
+messages with headers that name a channel (gpt-oss) or whom they are for (Muse Glimmer). `OutputFormat` finds a model's
+marks in its template and vocabulary, once; an `OutputParser` then splits one answer, token by token.
 
 A mark that the vocabulary has as a special token counts only as that token: a model that spells "<think>" in ordinary
 tokens writes about it. In the text that the parser sees, each special token is one lone surrogate, which no decoded
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from edgeinfer.common.errors import TemplateError
-from edgeinfer.models.call_formats import HARMONY, call_format_of
+from edgeinfer.models.call_formats import ATEM, HARMONY, call_format_of
 from edgeinfer.models.output_machines import ChannelsMachine, Kind, OutputMachine, Segment, TagsMachine
 from edgeinfer.models.provenance import is_trusted, joined, plain, trusted
 from edgeinfer.models.tokenizer import Tokenizer
@@ -74,7 +74,9 @@ TOOL_TAGS = (
     ("<|python_tag|>", ""),
     ("[TOOL_CALLS]", ""),
 )
+# Of messages with headers: their beginning, the channel, the end of the header, and ends of messages.
 CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+RECIPIENT_MARKS = ("<|start|>", "", "<|message|>", "<|eom|>", "<|eot|>")
 
 # Marks in the tables above, and those that other models have within or beside them ([ARGS], <|tool_call_begin|>).
 _PART_MARK = re.compile(
@@ -91,7 +93,7 @@ _TAIL = 64  # tokens at the end of a prompt in which the reasoning may be opened
 class OutputFormat:
     """How a model marks the parts of its output.
 
-    uses_channels: as gpt-oss does.  calls: how it writes calls of tools, None where that is not known.
+    uses_channels: as gpt-oss and Muse Glimmer do.  calls: how it writes calls of tools, None where that is not known.
     looks_for_marks: whether the chat template expects an earlier answer with its marks, as it was emitted, to take the
     reasoning out by itself.
     """
@@ -105,13 +107,15 @@ class OutputFormat:
         self._id_of: dict[str, int] = {}
         self._special = dict(zip(tokenizer.special_texts, tokenizer.special_ids, strict=True))  # longest first
         special = set(self._special)
-        self.uses_channels = all(mark in source for mark in CHANNEL_MARKS[1:3]) or special.issuperset(CHANNEL_MARKS)
+        marks = _channel_marks(source, special)
+        self.uses_channels = bool(marks)
         reasoning = [] if self.uses_channels else [tags for tags in REASONING_TAGS if _has(tags, source, special)]
         answers = [tags for tags in ANSWER_TAGS if reasoning and (tags[0] in source or tags[0] in special)]
         tools = [] if self.uses_channels else [tags for tags in TOOL_TAGS if tags[0] in source]
         self.reasoning, self.answers, self.tools = map(self._coded_tags, (reasoning, answers, tools))
-        self.calls = HARMONY if self.uses_channels else call_format_of(source, special)
-        self.channels = [self.coded_text(mark) for mark in CHANNEL_MARKS] if self.uses_channels else []
+        named = HARMONY if marks == CHANNEL_MARKS else ATEM
+        self.calls = named if self.uses_channels else call_format_of(source, special)
+        self.channels = [self.coded_text(mark) for mark in marks]
         self._mark_codes = set(self._id_of)
         for id in sorted(tokenizer.protected(source)):  # the others are found in any text
             if len(self._code_of) < _N_CODES:
@@ -147,7 +151,7 @@ class OutputFormat:
         tail = self.coded_tokens(prompt[-_TAIL:])
         if self.uses_channels:
             start = tail.rfind(self.channels[0])
-            channel = tail.find(self.channels[1], start) if start >= 0 else -1
+            channel = tail.find(self.channels[1] or " to=", start) if start >= 0 else -1
             begun = self.text(tail[channel:]) if channel >= 0 else ""
         else:
             starts = [(tail.rfind(opening), opening) for opening, _ in self.reasoning]
@@ -229,6 +233,14 @@ class OutputFormat:
 
     def _name(self, code: str) -> str:
         return self.tokenizer.name(self._id_of[code])
+
+
+def _channel_marks(source: str, special: set[str]) -> tuple[str, ...]:
+    """The marks of messages with headers; none where a model has no such messages."""
+    if all(mark in source for mark in CHANNEL_MARKS[1:3]) or special.issuperset(CHANNEL_MARKS):
+        return CHANNEL_MARKS
+    has_recipients = all(mark in source for mark in (*RECIPIENT_MARKS, ATEM.opening))
+    return RECIPIENT_MARKS if has_recipients else ()
 
 
 def _has(pair: tuple[str, str], source: str, special: set[str]) -> bool:
@@ -361,9 +373,14 @@ class OutputParser:
         return self._format.ids_of(self._machine.next_marks)
 
     @property
+    def next_text(self) -> str:
+        """The text that comes next in a well-formed output; "" where anything may come."""
+        return self._machine.next_text
+
+    @property
     def opening_ids(self) -> tuple[int, ...]:
         """The special tokens that begin the reasoning where an answer begins with them."""
-        return self._format.ids_of([opening for opening, _ in self._format.reasoning])
+        return self._format.ids_of([opening[:1] for opening, _ in self._format.reasoning])
 
     @property
     def reasoning(self) -> str | None:
@@ -380,15 +397,18 @@ class OutputParser:
         """Those that have ended."""
         return tuple(self._machine.tool_calls)
 
-    def emitted(self, n_answer: int) -> str:
-        """All of it as it was emitted after what the prompt had opened, marks included; the answer cut to n_answer."""
+    def emitted(self, n_answer: int, with_calls: bool = True) -> str:
+        """All of it as it was emitted after what the prompt had opened, marks included; the answer cut to n_answer.
+
+        with_calls: False leaves calls of tools out.
+        """
         parts: list[str] = [trusted(self.opened)]
         for kind, coded in ((segment.kind, segment.coded) for segment in self._machine.segments):
             if kind == "answer":
                 part = self._format.shown(coded)[:n_answer]
                 n_answer -= len(part)
                 parts.append(part)
-            elif kind != "break":
+            elif kind != "break" and (with_calls or kind != "tool call"):
                 parts.append(self._format.emitted(coded))
         # Cut within its reasoning: a template finds what to take out only by the mark at the end.
         return joined([*parts, self._format.text(self._machine.unclosed)])

@@ -133,13 +133,16 @@ def embedding_of(
 
 
 def layer_table_of(model: ModelFile, spec: ModelSpec, is_held: bool = False) -> EmbeddingRows | None:
-    """Where the rows of the table of LayerInputs are found; None without. Never packed. Raises UnsupportedModel."""
+    """Where the rows of the table of LayerInputs are found; None without. Never packed. Raises UnsupportedModel.
+
+    is_held: see embedding_of. A table that is made is held too, unless its bytes lie in another file.
+    """
     if spec.layer_inputs is None:
         return None
     info = _info(model, spec.layer_inputs.table)
     if info.type == GGMLType.I2_S:
         raise UnsupportedModel(f"{model.path}: tensor {info.name} is I2_S, whose rows cannot be read one by one")
-    return EmbeddingRows(info, "memory" if is_held or model.makes(info.name) else "file")
+    return EmbeddingRows(info, "memory" if is_held or model.place(info.name) is None else "file")
 
 
 def _has_all_rows(part: Part, info: TensorInfo) -> bool:
@@ -157,8 +160,10 @@ def set_embedding(weights: _core.Weights, model: ModelFile, rows: EmbeddingRows,
     elif rows.place == "memory":
         weights.set_embedding(int(info.type), n_vocab, n_embd, _copied(model, info), of_layers)
     else:
-        path, descriptor = str(model.paths[info.part]), model.descriptor(info.part)
-        weights.set_embedding_of_file(int(info.type), n_vocab, n_embd, descriptor, path, info.offset, of_layers)
+        place = model.place(info.name)
+        assert place is not None  # as embedding_of and layer_table_of say it
+        where = (place.descriptor, str(place.path), place.offset)
+        weights.set_embedding_of_file(int(info.type), n_vocab, n_embd, *where, of_layers)
 
 
 def _copied(model: ModelFile, info: TensorInfo) -> NDArray[np.uint8]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from edgeinfer.constraints.mask import Mask
@@ -72,12 +72,18 @@ class Beginning:
             self._place = self._before() if is_before else Place(len(self._seen), self._line_ends())
 
     def _before(self) -> Place:
-        next_ids = self._parser.next_ids
+        next_ids, text = self._parser.next_ids, self._parser.next_text.encode()
+        if text:
+            return Place(None, self._mask_of(lambda piece: text.startswith(piece) or piece.startswith(text)))
         return Place(None, Mask.of(next_ids, self._tokenizer.n_vocab) if next_ids else self._endless_mask)
 
     def _line_ends(self) -> Mask:
         if self._line_end_mask is None:
-            n_vocab = self._tokenizer.n_vocab
-            pieces = ((id, self._tokenizer.token_bytes(id)) for id in range(n_vocab))
-            self._line_end_mask = Mask.of((id for id, piece in pieces if piece and not piece.strip(b"\r\n")), n_vocab)
+            self._line_end_mask = self._mask_of(lambda piece: not piece.strip(b"\r\n"))
         return self._line_end_mask
+
+    def _mask_of(self, fits: Callable[[bytes], bool]) -> Mask:
+        """The ordinary tokens whose bytes are such."""
+        n_vocab = self._tokenizer.n_vocab
+        pieces = ((id, self._tokenizer.token_bytes(id)) for id in range(n_vocab))
+        return Mask.of((id for id, piece in pieces if piece and fits(piece)), n_vocab)

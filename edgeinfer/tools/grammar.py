@@ -13,7 +13,7 @@ from typing import Any
 
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.constraints.library import JSON_OPTIONS
-from edgeinfer.models.call_formats import DIGITS, CallFormat
+from edgeinfer.models.call_formats import DIGITS, NAME, CallFormat
 from edgeinfer.tools.options import Tool, ToolUse
 from edgeinfer.tools.schemas import resolved
 
@@ -139,7 +139,7 @@ class _Calls:
         """One call or several.  begun: what of it has been written."""
         format, writer = self.format, self.writer
         named = self.named()
-        head = writer.text(format.head)
+        head = writer.text(format.head) if not format.header else ""  # which has the name in it
         first, begin = head, format.begin
         if begun and begin:
             begin = begin.removeprefix(begun)
@@ -178,8 +178,10 @@ class _Calls:
 
     def named(self) -> str:
         """A call from its name on."""
+        header = f"{self.format.header}{self.format.head}" if self.format.header else ""
+        middle = self.format.middle
         cases = [
-            f"{self.writer.text(tool.name + self.format.middle)} {self.arguments(tool)} "
+            f"{self.writer.text(header.replace(NAME, tool.name) + tool.name + middle)} {self.arguments(tool)} "
             f"{self.writer.ended(self.format.tail) if self.format.tail else ''}".rstrip()
             for tool in self.use.callable_tools
         ]
@@ -241,7 +243,17 @@ def _answer_or_call(schema: Mapping[str, Any], calls: _Calls) -> dict[str, Any]:
 
 
 def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:
-    """An answer in channels: reasoning, and what is said before a call, then the call or the answer."""
+    """An answer in messages with headers: reasoning, and what is said before a call, then the call or the answer."""
+    before, last, end, following = (_of_recipients if calls.format.header else _of_channels)(calls, schema)
+    whole = f"({' | '.join(before)})* ({' | '.join(last)})"
+    return f"{calls.writer.until(end)} {following} {whole}" if opened else whole
+
+
+def _of_channels(calls: _Calls, schema: str | None) -> tuple[list[str], list[str], str, str]:
+    """As gpt-oss writes.
+
+    Gives what may come before the last message, what that may be, the end of a message, and what begins the next.
+    """
     writer, format = calls.writer, calls.format
     following = writer.text("<|start|>assistant")
     before = [
@@ -250,8 +262,7 @@ def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:
     ]
     last = []
     if calls.use.choice != "required":
-        answer = f"{writer.any_text()}?" if schema is None else writer.json(json.loads(schema), False)
-        last.append(f"{writer.text('<|channel|>final<|message|>')} {answer}")
+        last.append(f"{writer.text('<|channel|>final<|message|>')} {_answer(writer, schema)}")
     if calls.use.may_call:
         end = writer.ended(format.tail)
         for tool in calls.use.callable_tools:
@@ -262,8 +273,28 @@ def _channels(calls: _Calls, opened: bool, schema: str | None) -> str:
                 f" to=functions.{tool.name}<|channel|>commentary json<|message|>",
             )
             last += [f"{writer.text(head)} {arguments} {end}" for head in heads]
-    whole = f"({' | '.join(before)})* ({' | '.join(last)})"
-    return f"{writer.until('<|end|>')} {following} {whole}" if opened else whole
+    return before, last, "<|end|>", following
+
+
+def _of_recipients(calls: _Calls, schema: str | None) -> tuple[list[str], list[str], str, str]:
+    """As Muse Glimmer writes, whose headers say whom a message is for; else as _of_channels."""
+    writer, format = calls.writer, calls.format
+    following = writer.text("<|start|>assistant")
+    kinds = ("self", "user") if calls.use.may_call and schema is None else ("self",)
+    before = [
+        f"{writer.text(format.header.replace(NAME, kind))} {writer.until('<|eom|>')} {following}" for kind in kinds
+    ]
+    last = []
+    if calls.use.choice != "required":
+        last.append(f"{writer.text(format.header.replace(NAME, 'user'))} {_answer(writer, schema)}")
+    if calls.use.may_call:
+        last.append(calls.all())
+    return before, last, "<|eom|>", following
+
+
+def _answer(writer: _Writer, schema: str | None) -> str:
+    """An answer that is no call, and may be empty where it has no schema."""
+    return f"{writer.any_text()}?" if schema is None else writer.json(json.loads(schema), False)
 
 
 class _Tagged:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgeinfer.common.overriding import override
-from edgeinfer.models.call_formats import DIGITS, CallFormat
+from edgeinfer.models.call_formats import DIGITS, NAME, CallFormat
 from edgeinfer.models.call_syntax import python_calls, quoted_call
 from edgeinfer.models.provenance import joined, trusted
 from edgeinfer.models.tool_calls import CallReader, ToolCall, read_calls
@@ -176,10 +176,17 @@ def spelled(format: CallFormat, calls: Sequence[Mapping[str, Any]]) -> str:
     """Calls as a model writes them, marks trusted.  calls: each with name and arguments."""
     parts: list[str] = [trusted(format.begin)]
     for number, call in enumerate(calls):
-        parts += [trusted(format.separator) if number else "", trusted(format.head.replace(DIGITS, str(number)))]
+        parts += [trusted(format.separator) if number else "", *_header(format, call["name"])]
+        parts += [trusted(format.head.replace(DIGITS, str(number)))]
         parts += [call["name"], trusted(format.middle.replace(DIGITS, str(number)))]
         parts += [*_spelled_arguments(format, call["arguments"] or {}), trusted(format.tail)]
     return joined([*parts, trusted(format.end)])
+
+
+def _header(format: CallFormat, name: str) -> list[str]:
+    """Whom a message is for."""
+    before, has_name, after = format.header.partition(NAME)
+    return [trusted(before), name if has_name else "", trusted(after)]
 
 
 def _spelled_arguments(format: CallFormat, arguments: Mapping[str, Any]) -> list[str]:

@@ -201,7 +201,10 @@ def rounded_file(
 
     def virtual(tensor: SourceTensor) -> VirtualTensor:
         type = held.get(tensor.name, tensor.type)
-        return VirtualTensor(tensor.name, type, tensor.shape, partial(_bytes, tensor, type, roundings, importance))
+        make = partial(_bytes, tensor, type, roundings, importance)
+        # The engine asks for the place of one tensor alone, the table of LayerInputs, which is never rounded.
+        place = tensor.place if type == tensor.type else None
+        return VirtualTensor(tensor.name, type, tensor.shape, make, place)
 
     return VirtualModelFile.of(source.path, source.metadata, map(virtual, source.tensors))
 

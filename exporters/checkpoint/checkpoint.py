@@ -21,7 +21,7 @@ from edgeinfer.exporters.checkpoint.tensor import READ, PlainTensor, Tensor
 from edgeinfer.exporters.checkpoint.weight_files import read_stored
 from edgeinfer.exporters.finite import check_floats, refuse
 from edgeinfer.models.formats.finite import first_not_finite
-from edgeinfer.models.gguf import GGMLType
+from edgeinfer.models.gguf import FilePlace, GGMLType
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -134,6 +134,11 @@ class Checkpoint:
             n_in = stored.shape[-1] if stored.shape else 1
             refuse(self.path, name, stored.dtype, first * n_in + weight, n_in)
         return found
+
+    def place(self, name: str) -> FilePlace:
+        """Where the bytes of a tensor lie. Raises ModelFileError, see shape, also for what was quantised."""
+        stored = self._stored(name)
+        return FilePlace(stored.file.path, stored.file.descriptor, stored.offset)
 
     def integers(self, name: str) -> NDArray[np.int64]:
         """A whole tensor of integers, in its shape. Raises ModelFileError if it has others, see shape."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.exporters.checkpoint import Checkpoint
-from edgeinfer.exporters.source import Bytes, Floats, ReadBytes, SourceTensor
+from edgeinfer.exporters.source import Bytes, Floats, ReadBytes, SourceTensor, StoredBytes
 from edgeinfer.models.formats import dequantize
 from edgeinfer.models.formats.finite import MXFP4_LARGEST
 from edgeinfer.models.gguf import GGMLType
@@ -27,7 +27,9 @@ _SAME = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16}
 def of_checkpoint(checkpoint: Checkpoint, name: str) -> SourceTensor:
     """A tensor of a checkpoint as it is, under its own name. Raises ModelFileError if it is missing or no floats."""
     shape, kind = checkpoint.shape(name), checkpoint.type(name)
-    stored = partial(checkpoint.data, name) if _SAME.get(checkpoint.dtype(name)) == kind else None
+    stored = None
+    if _SAME.get(checkpoint.dtype(name)) == kind:
+        stored = StoredBytes(partial(checkpoint.data, name), checkpoint.place(name))
     return SourceTensor(name, shape, kind, partial(checkpoint.rows, name), stored)
 
 
@@ -87,6 +89,8 @@ def part(tensor: SourceTensor, first: int, last: int) -> SourceTensor:
     """Rows first..last-1 of each matrix."""
     n_rows, n = tensor.shape[-2], last - first
     shape = (*tensor.shape[:-2], n, tensor.n_in)
+    if first == 0 and len(shape) == 2:
+        return replace(tensor, shape=shape)  # which stays where it lies
     return arranged(tensor, shape, lambda rows: rows // n * n_rows + first + rows % n)
 
 

@@ -29,6 +29,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 MIB = 1 << 20
 N_ANSWER, N_REPEATED = 16, 48  # tokens of an answer, and of one that repeats a text
 ROWS = 32  # tokens of a recurrence that are pending, and as many that are in no state yet
+CHAIN = 40  # tokens of a pass that leaves a checkpoint
 MEMORY = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB", re.MULTILINE)
 
 
@@ -79,7 +80,18 @@ SHAPES = {
     "phi-200k": Shape("phi3", "Q8_0", "bpe pairs", 200064, 768, 4, 6, 2, 2048),
     "qwen-256k": Shape("qwen3", "F16", "bpe", 256000, 256, 4, 4, 2, 768, tied=False),
 }
-HYBRIDS = {"qwen3.5-0.8b": 24, "lfm2-8b-a1b": 8}  # layers, by name of make_hybrids.SHAPES
+# What is less than in make_hybrids.ALL_SHAPES, so that a model takes 2 GB. With few recurrent layers there are more
+# checkpoints than the texts of these cells leave.
+HYBRIDS = {
+    "qwen3.5-0.8b": {},
+    "lfm2-8b-a1b": {"layers": 8},
+    "gemma4-e2b": {},
+    "gemma4-e4b": {"layers": 12},
+    "gemma4-26b-a4b": {"layers": 3},
+    "granite-4-h-tiny": {"layers": 12},
+    "nemotron-3-nano": {"layers": 22, "experts": 16},
+    "glm-4.7-flash": {"layers": 4},
+}
 
 
 def cells() -> list[Cell]:
@@ -88,6 +100,8 @@ def cells() -> list[Cell]:
     for model in HYBRIDS:
         found += [Cell(model, 2048, draft="none", more={"parallel": n, "n_batch": 256}) for n in (1, 4, 8)]
         found += [Cell(model, 2048, draft="auto", more={"parallel": 4, "n_batch": 256})]
+    for model in ("gemma4-e2b", "gemma4-e4b", "gemma4-26b-a4b", "glm-4.7-flash"):  # without states, which fill no 512
+        found += [Cell(model, 512), Cell(model, 2048, "q8_0", "auto")]
     for model in ("smollm2", *SHAPES):
         found += [Cell(model, 512), Cell(model, 512, draft="auto"), Cell(model, 1024, "k6v4", "auto")]
     for model in ("smollm2", "gemma-262k"):
@@ -135,7 +149,7 @@ def write_hybrid(path: Path, name: str, vocabulary: Path | None) -> None:
 
     from edgeinfer.loading.open import default_model
 
-    shape = replace(make_hybrids.SHAPES[name], layers=HYBRIDS[name])
+    shape = replace(make_hybrids.ALL_SHAPES[name], **HYBRIDS[name])
     make_hybrids.write_model(path, shape, vocabulary or default_model())
 
 
@@ -214,9 +228,8 @@ def fill_states(engine: Any, text: list[int]) -> None:
     engine.session.truncate(0)
     model.forget_parked()
     sessions = [model.session() for _ in range(n_texts)]
-    for session in sessions:
-        for first in range(0, engine.n_ctx // n_texts - 5 * ROWS, 2 * ROWS):
-            run_sequence(session, text[first : first + 2 * ROWS])  # each leaves a checkpoint
+    for first in range(0, engine.n_ctx - 5 * ROWS * n_texts - CHAIN, CHAIN):  # one text has those of all others too
+        run_sequence(sessions[0], text[first : first + CHAIN])
     model.forward([Rows(session, text[: 2 * ROWS]) for session in sessions])  # states before it and after it
     for _ in range(2):
         model.forward([Rows(session, text[:ROWS]) for session in sessions])

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 from edgeinfer.common.errors import TemplateError
-from edgeinfer.models.call_formats import HARMONY, call_format_of
+from edgeinfer.models.call_formats import ATEM, HARMONY, CallFormat, call_format_of
 from edgeinfer.models.chat_template import ChatTemplate
 from edgeinfer.models.message_form import form_of
 from edgeinfer.models.provenance import plain
@@ -45,12 +45,7 @@ def main() -> None:
 
 def checked(source: str) -> tuple[str, str]:
     """(name of the format, what the template makes of a call)."""
-    has_channels = "<|channel|>" in source and "<|message|>" in source
-    format = (
-        HARMONY
-        if has_channels
-        else call_format_of(source, {"<|tool_call_start|>"} if "<|tool_list_start|>" in source else ())
-    )
+    format = format_of(source)
     try:
         template = ChatTemplate(source)
         template._form = form_of(template.render)
@@ -78,6 +73,15 @@ def checked(source: str) -> tuple[str, str]:
     else:
         is_same = _bare(plain(spelled(tools.format, CALLS))) in _bare(prompt)
     return tools.format.name, "as described" if is_same else f"other: {prompt[prompt.find('look_at') - 40 :][:90]!r}"
+
+
+def format_of(source: str) -> CallFormat | None:
+    """The format that the marks of a template say."""
+    if "<|channel|>" in source and "<|message|>" in source:
+        return HARMONY
+    if ATEM.opening in source:
+        return ATEM
+    return call_format_of(source, {"<|tool_call_start|>"} if "<|tool_list_start|>" in source else ())
 
 
 def _bare(text: str) -> str:

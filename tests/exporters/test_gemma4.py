@@ -13,11 +13,15 @@ from tiny_checkpoints import CASES, FULL, N_EMBD, N_FF, WINDOW, Stored, to_gguf,
 
 from edgeinfer import cli, load
 from edgeinfer.backends.native import NativeBackend
+from edgeinfer.backends.native.packing.repacking import RepackableModel
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device
 from edgeinfer.exporters.auto.candidates import subjects_of, table_types
+from edgeinfer.exporters.auto.trial import rounded_file
+from edgeinfer.exporters.conversion import rows
 from edgeinfer.exporters.huggingface import HuggingFaceSource, open_folder
+from edgeinfer.exporters.source import open_source
 from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import GGMLType, ModelFile
@@ -113,6 +117,47 @@ def test_the_table_of_the_layers_gets_8_bits_unmeasured(tmp_path: Path) -> None:
             spec = read_spec(file)
         assert table_types(source, spec) == expected
         assert "per_layer_token_embd.weight" not in {each.tensor.name for each in subjects_of(source, spec)}
+
+
+def test_the_table_of_the_layers_is_in_no_memory_while_formats_are_measured(tmp_path: Path) -> None:
+    """Its rows are read where they lie, in the checkpoint, or in the file that another one is made of."""
+    source, name = converted(tmp_path / "folder", "gemma4_small"), "per_layer_token_embd.weight"
+    to_gguf(source, tmp_path / "m.gguf")
+    tokens, wanted = [2, 30, 31, 29], [0, 3]
+    with open_source(tmp_path / "m.gguf") as other, ModelFile.open(tmp_path / "m.gguf") as file:
+        spec, plain = read_spec(file), RepackableModel(file, read_spec(file), 8, Device(1))
+        expected, n_bytes = plain.read(tokens, wanted), RepackableModel.bytes_of(file, spec, 8, 1)
+        plan = NativeBackend(tuned=False).plan(file, spec, LoadSettings(8)).use.weights
+        for each in (source, other):
+            with rounded_file(each, {}, {}, {}) as virtual, model_file_of(each) as whole:
+                assert virtual.makes(name) and RepackableModel.bytes_of(virtual, spec, 8, 1) == n_bytes
+                model = RepackableModel(virtual, spec, 8, Device(1))
+                model.repack(name)
+                assert np.array_equal(model.read(tokens, wanted), expected)
+                assert (
+                    NativeBackend(tuned=False).plan(whole, spec, LoadSettings(8)).use.weights <= plan + 64 * N_EMBD * 4
+                )
+        held = {name: GGMLType.Q8_0}
+        with rounded_file(source, held, {}, {}) as virtual:  # what lies nowhere is held
+            assert virtual.place(name) is None
+            table = virtual.tensors[name]
+            assert RepackableModel.bytes_of(virtual, spec, 8, 1) == n_bytes + table.n_bytes
+
+
+@pytest.mark.parametrize("n", [64, 60])
+def test_the_first_rows_of_a_tensor_stay_where_they_lie(n: int, tmp_path: Path) -> None:
+    source = converted(tmp_path, "gemma4_small")
+    table = next(each for each in source.tensors if each.name == "per_layer_token_embd.weight")
+    first, later = rows.part(table, 0, n), rows.part(table, 2, n)
+    assert first.place == table.place is not None and first.shape == (n, table.n_in) and later.place is None
+    assert np.array_equal(later.rows(0, 4), first.rows(2, 6))
+    place = first.place
+    with open(place.path, "rb") as file:
+        file.seek(place.offset + 3 * 4 * table.n_in)
+        stored = np.frombuffer(file.read(4 * table.n_in), np.float32)
+    assert np.array_equal(stored, table.rows(3, 4)[0])
+    for changed in (rows.shifted(table, 1.0), rows.scaled(table, np.ones(64)), rows.transposed(table)):
+        assert changed.place is None
 
 
 def test_a_table_of_fewer_rows_than_tokens_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,29 @@ CHANNELS = """{%- for m in messages -%}
 CHANNEL_TOKENS = dict.fromkeys(
     ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"), CONTROL
 )
+# Muse Glimmer: headers say whom a message is for.
+RECIPIENTS = """{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}
+    {%- if m.reasoning_content -%}
+        {{- '<|start|>assistant to=self<|message|>' + m.reasoning_content + '<|eom|>' -}}
+    {%- endif -%}
+    {%- for call in m.tool_calls or [] -%}
+        {{- '<|start|>assistant to=' + call.function.name + '<|message|><atem:function_calls>\n<atem:invoke name="' -}}
+        {{- call.function.name + '">\n' -}}
+        {%- for key, value in call.function.arguments | items -%}
+            {{- '<atem:parameter name="' + key + '">' + (value if value is string else value | tojson) -}}
+            {{- '</atem:parameter>\n' -}}
+        {%- endfor -%}
+        {{- '</atem:invoke>\n</atem:function_calls>' + ('<|eot|>' if loop.last else '<|eom|>') -}}
+    {%- else -%}
+        {{- '<|start|>assistant to=user<|message|>' + m.content + '<|eot|>' -}}
+    {%- endfor -%}
+{%- else -%}
+    {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|eot|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant' -}}{%- endif -%}"""
+RECIPIENT_TOKENS = dict.fromkeys(("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"), CONTROL)
 # Qwen 3, GLM 4.5: the reasoning has a field; without it the content is split at the end tag.
 FIELD = (
     TURNS
@@ -109,6 +132,8 @@ MODELS = {
         CHANNELS.replace("'<|start|>assistant' -", "'<|start|>assistant<|channel|>analysis<|message|>' -"),
         CHANNEL_TOKENS,
     ),
+    "recipients": (RECIPIENTS, RECIPIENT_TOKENS),
+    "recipients, text": (RECIPIENTS, {}),
     "field": (FIELD, THINK_TOKENS),
     "python": (PYTHON, PYTHON_TOKENS),
     "field, text": (FIELD, {}),
@@ -117,6 +142,14 @@ MODELS = {
     "brackets": (BRACKETS + "{%- if false -%}[TOOL_CALLS]{%- endif -%}", BRACKET_TOKENS),
     "unread": (UNREAD, {}),
     "named": (NAMED, NAMED_TOKENS),
+    "named, calls": (
+        NAMED.replace(
+            "{{ c | trim }}",
+            "{{ c | trim }}{%- for t in m.tool_calls or [] -%}CALL {{ t.function | tojson }}{%- endfor -%}",
+        )
+        + "{# <tool_call> #}",
+        {**NAMED_TOKENS, **THINK_TOKENS},
+    ),
     "wrapped": (WRAPPED, WRAPPED_TOKENS),
     "plain": (CHATML, {}),
     "controls": (FIELD, dict.fromkeys(THINK_TOKENS, CONTROL)),
@@ -173,6 +206,8 @@ def parts(completion):
 
 ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 NEXT = "<|end|><|start|>assistant"
+SELF, USER = " to=self<|message|>", " to=user<|message|>"
+ON = "<|eom|><|start|>assistant"
 
 
 @pytest.mark.parametrize(
@@ -197,6 +232,17 @@ NEXT = "<|end|><|start|>assistant"
         ("channels", "", None, ""),
         ("channels, opened", f"hm{NEXT}{FINAL}Yes.", "hm", "Yes."),
         ("channels, opened", "hm, cut", "hm, cut", ""),
+        ("recipients", f"{SELF}hm{ON}{USER}Yes.<|eot|>", "hm", "Yes."),
+        ("recipients", f"{SELF}a{ON}{SELF}b{ON}{USER}Yes.", "a\n\nb", "Yes."),
+        ("recipients", f"{USER}Yes.{ON}{USER}No.", None, "Yes.\n\nNo."),
+        ("recipients", "<|message|>Yes.", None, "Yes."),
+        ("recipients", f"{SELF}hm, cut", "hm, cut", ""),
+        ("recipients", "No header.", None, "No header."),
+        ("recipients", " to", None, " to"),
+        ("recipients", f"{SELF}a<|eom|>b", "a", "b"),
+        ("recipients", "", None, ""),
+        ("recipients, text", f"{SELF}hm{ON}{USER}Yes.", "hm", "Yes."),
+        ("recipients, text", f"{USER}Yes <|eo", None, "Yes <|eo"),
         ("field", "<think>\nhm\n</think>\n\nYes.", "hm", "Yes."),
         ("field", "<think>\n\n</think>\n\nYes.", "", "Yes."),
         ("field", "\n ~<think>a~</think>", None, "\n <think>a</think>"),
@@ -307,6 +353,13 @@ CALL = '{"name": "look", "arguments": {"at": "é"}}'
 LOOK = ToolCall(CALL, "look", {"at": "é"})
 TAGGED = f"<tool_call>{CALL}</tool_call>"
 IN_XML = "<function=look>\n<parameter=at>\né\n</parameter>\n<parameter=n>\n2\n</parameter>\n</function>"
+INVOKED = """<atem:function_calls>
+<atem:invoke name="look">
+<atem:parameter name="at">é</atem:parameter>
+<atem:parameter name="n">2</atem:parameter>
+</atem:invoke>
+</atem:function_calls>"""
+INVOKE = ToolCall(INVOKED.partition("\n")[2].rpartition("\n")[0], "look", {"at": "é", "n": 2})
 FOR_LOOK = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 
 
@@ -343,6 +396,11 @@ FOR_LOOK = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>
             *(None, "", [ToolCall("{}", "look", {})]),
         ),
         ("channels", f"{FOR_LOOK}" + '{"at": ', None, "", [ToolCall('{"at": ', "look")]),
+        ("recipients", f"{SELF}a{ON} to=look<|message|>{INVOKED}<|eot|>", "a", "", [INVOKE]),
+        ("recipients", f" to=look<|message|>{INVOKED}{ON} to=look<|message|>{INVOKED}", None, "", [INVOKE] * 2),
+        ("recipients", f"{USER}I look.{ON} to=look<|message|>{INVOKED}", None, "I look.", [INVOKE]),
+        ("recipients", " to=look<|message|>at é", None, "", [ToolCall("at é", "look")]),
+        ("recipients, text", f" to=look<|message|>{INVOKED}", None, "", [INVOKE]),
         ("channels", "<|channel|>analysis to=python<|message|>1 + 1", None, "", [ToolCall("1 + 1", "python")]),
     ],
 )
@@ -375,6 +433,11 @@ def test_calls_of_tools_are_no_part_of_the_answer(scripted, model, output, reaso
         ("<function=f>x</function>", []),
         ("x <function=f></function>", []),
         ("<function=f>" * 20_000, []),
+        (INVOKED, [("look", {"at": "é", "n": 2})]),
+        ('<invoke name="f"></invoke>\n<x:invoke name="g"></x:invoke>', [("f", {}), ("g", {})]),
+        ('<invoke name="f"><parameter name="a">1</parameter><parameter name="a">1</parameter></invoke>', []),
+        ('<invoke name="f"></function>', []),
+        ('<invoke name="f">' * 20_000, []),
         ("[f(a=1, b='x')]", [("f", {"a": 1, "b": "x"})]),
         (" [ a.f ( x = -2.5e1 , y = ['z',], ) , ] ", [("a.f", {"x": -25.0, "y": ["z"]})]),
         ('[a.f(x=-2.5e1, y=[1, "z"]), g()]', [("a.f", {"x": -25.0, "y": [1, "z"]}), ("g", {})]),
@@ -497,6 +560,30 @@ def test_a_call_goes_back_as_a_call(scripted):
         "<|start|>assistant<|channel|>analysis<|message|>hm\n\nI look.<|end|>"
         '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"at": 1}<|call|>'
     ) in prompt_of(script)
+
+
+def test_a_message_to_a_tool_goes_back_as_one(scripted):
+    engine, script = scripted("recipients")
+    chat = engine.chat()
+    script.emit(f"{SELF}hm{ON}{USER}I look.{ON} to=look<|message|>{INVOKED}<|eot|>")
+    said(chat.send("q"))
+    script.emit(f"{USER}e")
+    said(chat.send("r"))
+    # The template has no place for the text beside a call: it follows the reasoning.
+    sent = f"<|start|>assistant{SELF}hm\n\nI look.{ON} to=look<|message|>{INVOKED}<|eot|>"
+    assert sent in engine.detokenize(script.prompts[-1])
+
+
+def test_reasoning_goes_back_in_its_marks_and_calls_as_calls_where_a_template_looks_for_marks(scripted):
+    engine, script = scripted("named, calls")
+    chat = engine.chat()
+    script.emit(f"<|channel>thought\nhm<channel|>I look.{TAGGED}")
+    said(chat.send("q"))
+    script.emit("e")
+    said(chat.send_results(["seventeen"]))
+    prompt = engine.detokenize(script.prompts[-1])
+    call = '{"name": "look", "arguments": {"at": "é"}}'
+    assert f"<|im_start|>assistant\nI look.CALL {call}<|im_end|>" in prompt and "seventeen" in prompt
 
 
 def test_a_call_without_a_name_goes_back_as_it_was_emitted(scripted):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
+import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -784,9 +785,34 @@ def test_ids_pieces_and_stop_tokens_equal_those_of_llama_cpp(compare: ModuleType
 
 
 # One of each family: what differs between them is the expressions, not the vocabulary.
-@pytest.mark.parametrize("pre", ["default", "gpt-2", "qwen2", "llama-bpe", "deepseek-llm", "deepseek-v3", "gpt-4o"])
+@pytest.mark.parametrize(
+    "pre",
+    [
+        *("default", "gpt-2", "qwen2", "qwen35", "llama-bpe", "deepseek-llm", "deepseek-v3", "gpt-4o", "glm4"),
+        *("laguna", "granite-docling"),
+    ],
+)
 def test_pre_tokenisers_cut_as_those_of_llama_cpp(
     compare: ModuleType, default_model: Path, tmp_path: Path, pre: str
 ) -> None:
     copy = compare.with_pre(str(default_model), pre, str(tmp_path))
     assert compare.compare(copy, 300, 2, compare.real_texts([]))["differences"] == 0
+
+
+def test_the_vocabulary_of_gemma_4_gives_the_ids_of_llama_cpp(compare: ModuleType, tmp_path: Path) -> None:
+    """Pieces of lines, spaces as U+2581, bytes as tokens."""
+    pieces = [*"▁abcehlorstu\n'\"{}éа你", "th", "he", "the", "▁the", "▁▁", "\n\n", "\n\n\n", "▁a", "lo", "ro"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, "<|turn>"]
+    types = [CONTROL, CONTROL, CONTROL, UNKNOWN, *[BYTE] * 256, *[NORMAL] * len(pieces), USER_DEFINED]
+    merges = ["h e", "t he", "t h", "▁ the", "▁ ▁", "\n \n", "\n\n \n", "▁ a", "l o", "r o"]
+    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma4")
+    writer.add_tokenizer_model("gemma4")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
+        step()
+    found = compare.compare(str(tmp_path / "gemma.gguf"), 1000, 3, compare.real_texts([]))
+    assert (found["differences"], found["facts_that_differ"]) == (0, [])

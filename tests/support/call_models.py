@@ -30,11 +30,14 @@ _SAID = {
     **{format.name: needed for format, needed, _ in reversed(call_formats._RULES)},
     "lfm2": ("tools", "<|tool_call_start|>"),
     "harmony": ("<|channel|>", "<|message|>"),
+    "atem": ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>", "<atem:function_calls>"),
 }
 _MARK = re.compile(
     r"<\|[^<>\s]*\|>|<｜[^<>]*｜>|</?[a-z_:]*(?:call|CALL|key|value|escape)[a-zA-Z_:]*>|\[[A-Z_]+\]|<[|\"]+>"
 )
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+_RECIPIENTS = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>", "<atem:function_calls>", "</atem:function_calls>")
+_MARKS = {"harmony": _HARMONY, "atem": _RECIPIENTS}
 _TURNS = (
     "{%- for t in tools or [] -%}{{ t.function.name }} {%- endfor -%}"
     "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{%- endfor -%}"
@@ -53,13 +56,11 @@ def write_call_model(path: Path, name: str, has_tokens: bool, **options: object)
         return write_tiny_model(path, n_ctx_train=4096, **options)  # type: ignore[arg-type]
     format = FORMATS[name]
     whole = "".join((format.begin, format.head, format.middle, format.tail, format.end, format.quote))
-    marks = (
-        _HARMONY if name == "harmony" else sorted({*_MARK.findall(whole), *_MARK.findall("".join(format.parameter))})
-    )
+    marks = _MARKS.get(name) or sorted({*_MARK.findall(whole), *_MARK.findall("".join(format.parameter))})
     said = "{# " + " ".join(_SAID[name]).replace("#}", "") + " #}"
     return write_tiny_model(
         path,
-        template=(_CHANNELS if name == "harmony" else _TURNS) + said,
+        template=(_CHANNELS if format.has_channels else _TURNS) + said,
         special=dict.fromkeys(marks, TokenType.CONTROL) if has_tokens else {},
         n_ctx_train=4096,
         **options,  # type: ignore[arg-type]

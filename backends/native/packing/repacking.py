@@ -79,10 +79,11 @@ class RepackableModel:
     def bytes_of(file: ModelFile, spec: ModelSpec, n_tokens: int, n_threads: int) -> int:
         """What such a model takes in memory. Raises UnsupportedModel."""
         parts, experts = parts_of(file, spec.weights()), experts_of(file, spec, Packing())
-        rows = (embedding_of(file, spec, parts, is_held=True), layer_table_of(file, spec, is_held=True))
+        rows = (embedding_of(file, spec, parts, is_held=True), layer_table_of(file, spec))
         config = _config_of(spec, n_tokens, inputs_of(parts) | experts.inputs())
         others = config.kv_bytes(_core.KvType.f16, n_tokens) + config.activation_bytes(_core.FrontConfig(), n_threads)
-        return packed_bytes(parts) + experts.n_bytes + sum(each.n_bytes for each in rows if each is not None) + others
+        held = sum(each.n_bytes for each in rows if each is not None)
+        return packed_bytes(parts) + experts.n_bytes + held + others
 
     def read(self, tokens: Sequence[int], rows: Sequence[int]) -> Logits:
         """The logits of some rows of a sequence. Raises Interrupted."""
@@ -149,8 +150,11 @@ class RepackableModel:
         return self._held(rows, of_layers=False)
 
     def _held_table(self) -> NDArray[np.uint8] | None:
-        """The bytes of the table of LayerInputs, None without."""
-        rows = layer_table_of(self._file, self.spec, is_held=True)
+        """The bytes of the table of LayerInputs; None without, and where its rows are read from a file."""
+        rows = layer_table_of(self._file, self.spec)
+        if rows is not None and rows.place == "file":
+            set_embedding(self._weights, self._file, rows, of_layers=True)
+            return None
         return None if rows is None else self._held(rows, of_layers=True)
 
     def _held(self, rows: EmbeddingRows, of_layers: bool) -> NDArray[np.uint8]:

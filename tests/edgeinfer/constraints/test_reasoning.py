@@ -21,12 +21,16 @@ CHANNELS = (
 )
 THINK = {"<think>": USER_DEFINED, "</think>": USER_DEFINED}
 MARKS = dict.fromkeys(("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>"), CONTROL)
+NAMED = {"<|channel>": USER_DEFINED, "<channel|>": USER_DEFINED}
+RECIPIENTS = CHANNELS.replace("<|channel|>", "<|eom|><|eot|> to=self <atem:function_calls>")
 MODELS = {
     "tags": (CHATML + SEES, THINK),
     "controls": (CHATML + SEES, dict.fromkeys(THINK, CONTROL)),
     "opened": (OPENED, THINK),
     "opened, spelt": (OPENED, {}),
     "channels": (CHANNELS, MARKS),
+    "named": (CHATML + "{%- if false -%}<|channel>thought<channel|>{%- endif -%}", NAMED),
+    "recipients": (RECIPIENTS, dict.fromkeys(("<|start|>", "<|message|>", "<|eom|>", "<|eot|>"), USER_DEFINED)),
     "plain": (CHATML, {}),
 }
 
@@ -66,6 +70,10 @@ def state_of(engine, options):
         ("opened, spelt", "hm</think>"),
         ("channels", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>"),
         ("channels", "<|channel|>final<|message|>"),
+        ("named", "<|channel>thought\nhm<channel|>"),
+        ("named", ""),
+        ("recipients", " to=self<|message|>hm<|eom|><|start|>assistant to=user<|message|>"),
+        ("recipients", " to=user<|message|>"),
         ("plain", ""),
         ("tags", ""),
     ],
@@ -86,6 +94,20 @@ def test_the_constraint_begins_behind_the_reasoning(open_model, model, before):
         assert allowed - line_ends == first and state.is_complete([*prompt, *tokens, *b"no"])
         if tokens:
             assert not state.is_complete(prompt + tokens[:-1])
+
+
+@pytest.mark.parametrize("model, before, text", [("named", "<|channel>", "thought"), ("recipients", "", " to=")])
+def test_a_mark_or_header_that_is_begun_is_ended(open_model, model, before, text):
+    engine = open_model(model)
+    state, prompt = state_of(engine, {"choices": ["yes", "no"]})
+    prompt += emitted(engine.tokenizer, before)
+    for place in range(len(text)):
+        mask = state.mask_at([*prompt, *text[:place].encode()])
+        pieces = [engine.tokenizer.token_bytes(id) for id in range(mask.n_vocab) if mask.allows(id)]
+        rest = text[place:].encode()
+        assert rest[:1] in pieces and all(rest.startswith(piece) or piece.startswith(rest) for piece in pieces)
+    mask = state.mask_at([*prompt, *text.encode()])
+    assert mask.allows(ord("\n")) and mask.allows(ord("x"))
 
 
 def test_one_token_of_line_ends_may_stand_between(open_model):
