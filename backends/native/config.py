@@ -41,7 +41,7 @@ _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
     *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate", "gate_function"),
-    *("post_norm_epsilon", "normed_values", "kv_of"),
+    *("post_norm_epsilon", "normed_values", "kv_of", "of_target"),
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
@@ -174,7 +174,7 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
 
 def _with_own_state(spec: ModelSpec, kind: StateKind) -> tuple[Layer, ...]:
     """The layers that keep a state of that kind, without those that read the keys and values of others."""
-    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.kv_of is None)
+    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.has_own_keys)
     alone = (replace(layer, ffn=NoFeedForward(spec.n_embd), is_beside=False) for layer in own)
     return tuple(layer for layer in alone if layer.mixer.state_kind == kind)
 
@@ -299,7 +299,7 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         gate_is_softplus=block.gate_function == "softplus",
         post_norm_epsilon=block.post_norm_epsilon or 0.0,
         normed_values=block.normed_values,
-        keys_are_values=block.kv_of is None and not block.has_own_values,
+        keys_are_values=block.has_own_keys and not block.has_own_values,
         kv_of=-1 if block.kv_of is None else block.kv_of,
     )
 
