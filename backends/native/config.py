@@ -31,7 +31,15 @@ from edgeinfer.models import (
     ShortConv,
     attention_of,
 )
-from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec, ProjectedInput
+from edgeinfer.models.draft_head import (
+    Clusters,
+    ConcatenatedInput,
+    FeatureProjection,
+    GatedFusion,
+    HeadSpec,
+    ProjectedInput,
+    TargetInput,
+)
 from edgeinfer.models.spec import StateKind
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
@@ -91,6 +99,8 @@ PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
     ConcatenatedInput: ("n_embd", "token_norm", "feature_norm", "normed_residual"),
     ProjectedInput: ("n_embd", "token_norm", "feature_norm", "projection"),
+    TargetInput: ("n_embd", "n_target", "projection"),
+    Clusters: ("n_embd", "n_clusters", "n_used", "centroids"),
     FeatureProjection: ("n_embd", "n_rows", "n_normed", "matrix", "norm"),
 }
 
@@ -209,6 +219,8 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
         return _core.FrontConfig(_core.FrontKind.gated_fusion)
     if isinstance(head.front, ProjectedInput):
         return _core.FrontConfig(_core.FrontKind.projected_input)
+    if isinstance(head.front, TargetInput):
+        return _core.FrontConfig(_core.FrontKind.target_input)
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
 
 
@@ -301,6 +313,7 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         normed_values=block.normed_values,
         keys_are_values=block.has_own_keys and not block.has_own_values,
         kv_of=-1 if block.kv_of is None else block.kv_of,
+        of_target=block.of_target,
     )
 
 
