@@ -109,10 +109,11 @@ def test_drafts_equal_those_of_the_reference(
             if a.tokens is None or b.tokens is None or np.array_equal(a.tokens[row], b.tokens[row]):
                 n_same += 1
                 errors.append(np.abs(a.logits[row] - b.logits[row]).max() / np.abs(b.logits).max())
-    # Keys and values of the two targets are rounded to half floats, and those that differ by one are few after one token.
+    # Keys and values of the two targets differ by roundings, to half floats and of what goes into products: after one token
+    # by few.
     is_float = tensor_type in ("F32", "F16")
-    assert n_same >= (15 if is_float else 8) and (np.median(errors[:10]) < 1e-4 or not is_float)
-    assert np.max(errors) < (2e-3 if is_float else 5e-2)
+    assert n_same >= (15 if is_float else 8) and np.median(errors[:10]) < 1e-4
+    assert np.max(errors) < (2e-3 if is_float else 0.15)
 
 
 @pytest.mark.parametrize("cache_type", ["q8_0", "k6v4"])
