@@ -195,8 +195,8 @@ class HeadSpec:
     decoder: ModelSpec
     features: FeatureProjection | None  # None where they are the target's hidden rows themselves
     target: HeadTarget
-    # (n_logits,) int32, ids of the target's tokens, one for each row of the decoder's output matrix; ascending, but cluster
-    # by cluster where there are some
+    # (n_logits,) int32, ids of the target's tokens, one for each row of the decoder's output matrix; ascending, unless
+    # there are clusters: then one cluster after the other
     draft_vocab: NDArray[np.int32]
     # the target's rows that features are made of, as Session.forward is asked for them with `hidden`
     taps: bool | tuple[int, ...] = True
@@ -272,13 +272,24 @@ class HeadSpec:
         return shapes_in_file(self.weights()) | self.decoder.tensor_shapes()
 
     def beside(self, target: ModelSpec) -> HeadSpec:
-        """The spec with the scale of the target's embeddings, if the front takes them scaled, and its keys and values."""
+        """The spec with the scale of the target's embeddings, if the front takes them scaled, and the target's keys."""
         if isinstance(self.front, ConcatenatedInput):
             return self
         decoder = replace(self.decoder, embedding_scale=target.embedding_scale)
         if self.reads_target:
             decoder = each_mixer(decoder, lambda _, mixer: replace(mixer, kv_of=_last_like(mixer, target)))
         return replace(self, decoder=decoder)
+
+
+def title_of(head: HeadSpec) -> str:
+    """What heads of this kind are called, in messages of what does not run them."""
+    if isinstance(head.front, GatedFusion):
+        return "draft heads" if head.features is None else "draft heads that are fed by several layers"
+    if isinstance(head.front, ConcatenatedInput):
+        return "EAGLE-3 heads"
+    if isinstance(head.front, ProjectedInput):
+        return "blocks of a model's own file"
+    return "assistants that attend to their target's keys and values"
 
 
 def is_draft_head(file: ModelFile) -> bool:
@@ -394,10 +405,12 @@ def _check_target_of_assistant(head: HeadSpec, path: object, target: ModelFile, 
         assert isinstance(own, Attention)
         other = None if own.kv_of is None else spec.layers[own.kv_of].mixer
         found = _keys_of(other) if isinstance(other, Attention) else "none"
-        if found != _keys_of(own) or not isinstance(other, Attention) or other.rope != own.rope:
+        if found == _keys_of(own) and isinstance(other, Attention) and other.rope != own.rope:
+            found += " with another rotation"
+        if found != _keys_of(own):
             raise UnsupportedModel(
-                f"{front} whose layer {index} attends to {_keys_of(own)}, but {target.path} is {name}, which has {found}"
-                f"{' with another rotation' if found == _keys_of(own) else ''}: {end}"
+                f"{front} whose layer {index} attends to {_keys_of(own)}, but {target.path} is {name}, which has "
+                f"{found}: {end}"
             )
     if needed.fingerprint and fingerprint(target, by_tokens=True) != needed.fingerprint:
         raise UnsupportedModel(f"{front}, but {target.path} is {name}, whose tokens are others: {end}")

@@ -46,9 +46,9 @@ def write_tiny_assistant(
 ) -> Path:
     """Write an assistant of a tiny Gemma 4 and give back its path.
 
-    texts: token ids on which it is mostly right.  windowed: of each layer.  n_clusters: of tokens, 0 for none; they must
-    divide the vocabulary.  n_used: those that are looked at, None for no key.  metadata: other values for whole keys,
-    None takes one away.  leave_out: a tensor that the file lacks.
+    texts: token ids on which it is mostly right.  windowed: of each layer.  n_clusters: of tokens, 0 for none; they
+    must divide the vocabulary.  n_used: those that are looked at, None for no key.  metadata: other values for whole
+    keys, None takes one away.  leave_out: a tensor that the file lacks.
     """
     of = _Target.read(target)
     sizes = _Sizes(of, n_embd, tuple(windowed), n_heads, n_ff)

@@ -45,7 +45,9 @@ class Pair:
     target: Path
     assistant: Path
 
-    def native(self, cache_type: CacheType = "f16", isa: str | None = None, n_threads: int = 2, n_texts: int = 1) -> Any:
+    def native(
+        self, cache_type: CacheType = "f16", isa: str | None = None, n_threads: int = 2, n_texts: int = 1
+    ) -> Any:
         """(model of the target, model of the assistant)."""
         settings = LoadSettings(256, n_batch=64, n_threads=n_threads, cache_type=cache_type, parallel=n_texts)
         device = Device(n_threads, isa)
@@ -109,8 +111,8 @@ def test_drafts_equal_those_of_the_reference(
             if a.tokens is None or b.tokens is None or np.array_equal(a.tokens[row], b.tokens[row]):
                 n_same += 1
                 errors.append(np.abs(a.logits[row] - b.logits[row]).max() / np.abs(b.logits).max())
-    # Keys and values of the two targets differ by roundings, to half floats and of what goes into products: after one token
-    # by few.
+    # Keys and values of the two targets differ by roundings, to half floats and of what goes into products: after one
+    # token by few.
     is_float = tensor_type in ("F32", "F16")
     assert n_same >= (15 if is_float else 8) and np.median(errors[:10]) < 1e-4
     assert np.max(errors) < (2e-3 if is_float else 0.15)
@@ -127,9 +129,7 @@ def test_the_types_of_the_target_s_cache_are_read(pair_of: Callable[..., Pair], 
 
 
 @pytest.mark.parametrize("clusters", CLUSTERS[:2], ids=["whole", "clusters"])
-def test_pass_threads_and_instruction_set_change_no_bit(
-    pair_of: Callable[..., Pair], clusters: dict[str, Any]
-) -> None:
+def test_pass_threads_and_instruction_set_change_no_bit(pair_of: Callable[..., Pair], clusters: dict[str, Any]) -> None:
     pair = pair_of("small", "Q8_0", **clusters)
     tokens, features = rows(7)
     expected = None
