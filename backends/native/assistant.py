@@ -62,7 +62,7 @@ class NativeAssistantModel(NativeHead, JointHeadModel):
         check_sessions(self, batch)
         outputs: list[Output] = []
         for part in self._passes([rows.session.checked(rows) for rows in batch]):
-            outputs += self._run(part)
+            outputs += self._run_pass(part)
         return outputs
 
     def _passes(self, batch: Sequence[_Checked]) -> Iterator[list[_Checked]]:
@@ -75,7 +75,7 @@ class NativeAssistantModel(NativeHead, JointHeadModel):
             part.append(rows)
         yield part
 
-    def _run(self, batch: Sequence[_Checked]) -> list[Output]:
+    def _run_pass(self, batch: Sequence[_Checked]) -> list[Output]:
         """One pass. Raises Interrupted."""
         decoder, n = self.decoder(), sum(len(rows.tokens) for rows in batch)
         layers = np.array([self.spec.feature_tap], dtype=np.int32)

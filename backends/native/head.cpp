@@ -123,9 +123,8 @@ void ClusteredOutput::choose(const Pass& pass, int thread, int row) const {
         order[i] = i;
         scores[i] = scores[i] >= kNone ? scores[i] : kNone;
     }
-    std::nth_element(order, order + config_.n_used - 1, order + config_.n, [&](int32_t i, int32_t j) {
-        return scores[i] > scores[j] || (scores[i] == scores[j] && i < j);
-    });
+    std::nth_element(order, order + config_.n_used - 1, order + config_.n,
+                     [&](int32_t i, int32_t j) { return scores[i] > scores[j] || (scores[i] == scores[j] && i < j); });
     std::sort(order, order + config_.n_used);
     std::copy_n(order, config_.n_used, b.clusters + static_cast<std::ptrdiff_t>(row) * config_.n_used);
 }

@@ -114,10 +114,11 @@ def _drafted_while_reading(
 
 def _of_all_tokens(out: Output, spec: HeadSpec) -> NDArray[np.float32]:
     """(n_vocab,) logits of a row; tokens of clusters that were not looked at come after all others."""
+    row: NDArray[np.float32] = out.logits[0]
     if out.tokens is None:
-        return out.logits[0].copy()
-    logits = np.full(spec.decoder.n_vocab, out.logits[0].min() - 1, dtype=np.float32)
-    logits[out.tokens[0]] = out.logits[0]
+        return row.copy()
+    logits = np.full(spec.decoder.n_vocab, row.min() - 1, dtype=np.float32)
+    logits[out.tokens[0]] = row
     return logits
 
 

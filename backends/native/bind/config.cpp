@@ -450,7 +450,8 @@ void bind_config(nb::module_& m) {
             "set_clusters",
             [](DecoderConfig& config, int n, int n_used) {
                 if (n < 1 || n_used < 1 || n_used > n || config.n_logits % n)
-                    throw nb::value_error("n clusters divide the rows of the output matrix, and n_used are some of them");
+                    throw nb::value_error(
+                        "n clusters divide the rows of the output matrix, and n_used are some of them");
                 config.clusters = {n, n_used};
             },
             "n"_a, "n_used"_a, "Clusters of the rows of the output matrix; see edgeinfer.models.draft_head.Clusters.")

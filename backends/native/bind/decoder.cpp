@@ -243,8 +243,7 @@ std::optional<bool> forward_lists(Decoder& decoder, const std::vector<ListArgume
         n += of.n;
         all.push_back(of);
     }
-    if (all.empty() || logits.shape(0) != rows.size() ||
-        logits.shape(1) != static_cast<size_t>(config.n_row_logits()))
+    if (all.empty() || logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_row_logits()))
         return std::nullopt;
     const uint64_t interrupts = decoder.interrupts();
     const int n_rows = static_cast<int>(rows.size());
