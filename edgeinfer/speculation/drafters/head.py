@@ -448,8 +448,8 @@ class HeadDrafter(JointDrafter, TargetDrafter):
         ]
         return sorted(new, key=lambda node: -node.path_probability)
 
-    def _sample(self, tree: GrowingTree, parent: Node, guess: _Guess) -> int:
-        """Index in logits of the token that the target's sampler takes after a node."""
+    def _sample(self, tree: GrowingTree, parent: Node, guess: _Guess) -> int | None:
+        """Index in logits of the token that the target's sampler takes after a node; None for one without a logit."""
         tree.text[len(tree.context.tokens) :] = parent.path
         if guess.ids is self._ids:
             self._logits[guess.ids] = guess.logits
@@ -458,7 +458,8 @@ class HeadDrafter(JointDrafter, TargetDrafter):
         self._logits[guess.ids[there]] = guess.logits[there]
         drawn = tree.context.draw(self._logits, tree.text)
         self._logits[guess.ids[there]] = -np.inf
-        return int(np.argmax(guess.ids == drawn))
+        found = np.flatnonzero(guess.ids == drawn)
+        return int(found[0]) if found.size else None
 
 
 def _features(out: Output) -> Features:
