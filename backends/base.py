@@ -510,6 +510,19 @@ class DraftingHead(HeadSession, Protocol):
         ...
 
 
+@runtime_checkable
+class TargetReader(HeadSession, Protocol):
+    """A draft head without keys and values: its rows attend to those of its target (an assistant of Gemma 4).
+
+    Each row continues the committed tokens of the target by itself, whatever its parents, at the position after them;
+    so n_past is the target's, nothing is ever pending, and commit and truncate change nothing.
+    """
+
+    def follow(self, target: Session) -> None:
+        """Read that session from now on, which must be one of the head's target. Raises InvalidArgument."""
+        ...
+
+
 class HeadModel(Protocol):
     """A draft head's weights. Its sessions follow sessions of its target, which must stay open."""
 

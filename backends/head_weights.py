@@ -16,13 +16,14 @@ from edgeinfer.backends.native import _core
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import ModelSpec, TensorRef, read_nextn
 from edgeinfer.models.arrays import Array
-from edgeinfer.models.draft_head import HeadSpec, check_target, head_of_nextn, read_head
+from edgeinfer.models.draft_head import ORDERED_OUTPUT, HeadSpec, check_target, head_of_nextn, read_head
 from edgeinfer.models.gguf import GGMLType, ModelFile, TensorInfo
 
 _THREADS, _STORE_BYTES = 4, 3 << 18  # at most; each has a store of the allocator, which keeps what it once took
 _AT_ONCE = 1 << 16  # bytes of the target's that are gathered before they are rewritten, 9 times as many with the gaps
 MOST_DRAFTED = 1 << 15  # tokens that a model's own block drafts: each further row takes time, and is rare
 _SPECIAL_TYPES = (3, 4)  # of tokenizer.ggml.token_type: control, user defined
+_EMBEDDINGS = "token_embd.weight"  # of an assistant, which its output matrix is too
 _GAP = 8  # rows that are read although nobody needs them, rather than reading twice
 
 
@@ -37,6 +38,8 @@ def read_head_beside(head: ModelFile, target: ModelFile, of_target: ModelSpec) -
     if spec.output_type is not None:
         assert of_target.output is not None  # whole models have one
         _define_output(head, spec, target, of_target.output)
+    if spec.clusters is not None:
+        _define_ordered(head, spec)
     return spec
 
 
@@ -73,6 +76,28 @@ def _define_output(head: ModelFile, spec: HeadSpec, target: ModelFile, matrix: T
         raise UnsupportedModel(f"{target.path}: its output matrix is I2_S, of which {head.path} cannot take rows")
     make = partial(_rows, target, matrix, spec.draft_vocab, type)
     head.define(name, type, (len(spec.draft_vocab), spec.decoder.n_embd), make)
+
+
+def _define_ordered(head: ModelFile, spec: HeadSpec) -> None:
+    """Give an assistant's file its output matrix cluster by cluster."""
+    info = head.tensors[_EMBEDDINGS]
+    if info.type == GGMLType.I2_S:
+        raise UnsupportedModel(f"{head.path}: its output matrix is I2_S, whose rows cannot be put into another order")
+    head.define(ORDERED_OUTPUT, info.type, info.shape, partial(_ordered_rows, head, info, spec.draft_vocab))
+
+
+def _ordered_rows(
+    file: ModelFile, info: TensorInfo, ids: NDArray[np.int32], first: int, last: int
+) -> NDArray[np.uint8]:
+    """Rows ids (n,) of a matrix; of these, bytes first..last-1, which are whole rows."""
+    row_bytes = info.n_bytes // info.shape[0]
+    requested = ids[first // row_bytes : last // row_bytes]
+    if file.makes(info.name):  # of no file
+        return file.data(info.name).reshape(-1, row_bytes)[requested].reshape(-1)
+    order = np.argsort(requested)  # as they are in the file, where near ones are read together
+    found = np.empty((len(requested), row_bytes), dtype=np.uint8)
+    found[order] = _read_rows(file, info, requested[order])
+    return found.reshape(-1)
 
 
 def _rows(

@@ -75,7 +75,7 @@ from edgeinfer.models.gguf import ModelFile
 class LayerRows:
     """The rows of a pass in one layer, as a mixer sees them."""
 
-    # of the sequence in this layer, by slot; a row's own slot is the last of its path
+    # of the sequence in this layer, by slot; a row's own slot is the last of its path, unless the keys are a target's
     state: Sequence[NDArray[np.floating]]
     paths: Sequence[NDArray[np.intp]]  # for each row the slots that it sees, in order
     n_ctx: int

@@ -34,12 +34,12 @@ class ReferenceAttention:
         *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
         *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
         *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate"),
-        *("gate_function", "post_norm_epsilon", "normed_values", "kv_of"),
+        *("gate_function", "post_norm_epsilon", "normed_values", "kv_of", "of_target"),
     )
 
     def state(self, block: Attention, n_ctx: int, cache_type: CacheType) -> list[tuple[tuple[int, ...], np.dtype[Any]]]:
         """See ReferenceMixer. k6v4 holds biases of keys apart, after each key."""
-        if block.kv_of is not None:
+        if not block.has_own_keys:
             return []
         dtype = np.dtype(_CACHE_DTYPES[cache_type])
         n_key = block.head_dim * (2 if _separate_bias(block, cache_type) is not None else 1)
@@ -50,7 +50,7 @@ class ReferenceAttention:
         bias = _separate_bias(block, at.cache_type)
         h = decoder.norm(block.norm, x) if at.inputs is None else at.inputs
         q, k, v, gate = _queries_keys_values(block, decoder, h, block.k_bias if bias is None else None)
-        positions = np.array([len(path) - 1 for path in at.paths])
+        positions = np.array([len(path) - (not block.of_target) for path in at.paths])
 
         def turned(heads: Floats) -> Floats:
             return heads if block.rope is None else rotate(heads, positions, block.rope.of_context(at.n_ctx))
@@ -87,14 +87,15 @@ def _separate_bias(block: Attention, cache_type: CacheType) -> TensorRef | None:
 def _attended(block: Attention, decoder: ReferenceDecoder, q: Floats, k: Floats, v: Floats, at: LayerRows) -> Floats:
     """Keys and values into the cache, and what the queries see there, (n, n_heads, head_dim)."""
     keys, values = at.state
-    slots = [path[-1] for path in at.paths]
-    if block.kv_of is None:
+    if block.has_own_keys:
+        slots = [path[-1] for path in at.paths]
         keys[slots], values[slots] = k, v
     sinks = None if block.sinks is None else decoder.values_of(block.sinks)
     y = np.empty((len(q), block.n_heads, block.head_dim), dtype=np.float32)
     for i, path in enumerate(at.paths):
         decoder.poll()
-        seen: NDArray[np.intp] = path if block.window is None else path[-block.window :]
+        n_seen = len(path) if block.window is None else block.window - block.of_target
+        seen: NDArray[np.intp] = path[max(0, len(path) - n_seen) :]
         y[i] = attend(q[i], keys[seen], values[seen], block.soft_cap, sinks)
     return y
 
@@ -118,7 +119,7 @@ def _queries_keys_values(
         v = rms_norm(v, np.ones(block.head_dim, np.float32), decoder.decoder.norm_epsilon)
     if block.qk_norm == "per_head":
         q = decoder.norm(block.q_norm, q)
-        k = k if block.kv_of is not None else decoder.norm(block.k_norm, k)
+        k = decoder.norm(block.k_norm, k) if block.has_own_keys else k
     return q, k, v, gate
 
 
@@ -126,7 +127,7 @@ def _keys_values(
     block: Attention, decoder: ReferenceDecoder, h: Floats, key_bias: TensorRef | None
 ) -> tuple[Floats, Floats]:
     """(n, n_kv) each; of a layer that reads those of another one zeros, which are not stored."""
-    if block.kv_of is not None:
+    if not block.has_own_keys:
         nothing = np.zeros((len(h), block.n_kv), np.float32)
         return nothing, nothing
     k = decoder.linear(block.k, key_bias, h)

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face as sources: models, and EAGLE-3 heads beside their target."""
+"""Folders of Hugging Face as sources: models, assistants of Gemma 4, and EAGLE-3 heads beside their target."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from edgeinfer.common.errors import InvalidArgument
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.drafters.eagle3 import eagle3_source, is_eagle3
+from edgeinfer.exporters.drafters.gemma4_assistant import assistant_source, is_assistant
 from edgeinfer.exporters.huggingface import open_folder
 from edgeinfer.exporters.source import Source, open_source
 
@@ -23,4 +24,4 @@ def open_model_or_head(path: Path, target: Path | None) -> Iterator[Source]:
         with open_source(target) as beside:
             yield eagle3_source(checkpoint, beside)
         return
-    yield open_folder(path)
+    yield assistant_source(checkpoint) if is_assistant(checkpoint) else open_folder(path)

@@ -56,7 +56,7 @@ def open_folder(path: str | Path, vocabulary: bool = True) -> HuggingFaceSource:
     found = tensors(model)
     words = read_vocabulary(checkpoint.folder, model.config, found[0].shape[0], recipe.pre) if vocabulary else {}
     if recipe.cuts_vocabulary and words:
-        words, found = _cut(words, found)
+        words, found = cut_vocabulary(words, found)
     metadata = keys.metadata(model, checkpoint.folder, found[0].shape[0]) | words
     _check_runs(checkpoint.path, metadata, found)
     for note in template_notes(metadata):
@@ -91,7 +91,9 @@ def _note_parts(checkpoint: Checkpoint, model: Model) -> None:
         model.note(f"the weights are quantised by {checkpoint.quantization}; what is written is made of their floats")
 
 
-def _cut(words: Metadata, tensors: Sequence[SourceTensor]) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
+def cut_vocabulary(
+    words: Metadata, tensors: Sequence[SourceTensor]
+) -> tuple[dict[str, MetadataValue], list[SourceTensor]]:
     """Without the rows of the embeddings, and of the output, after the last token of the vocabulary."""
     tokens = words["tokenizer.ggml.tokens"]
     texts = tokens if isinstance(tokens, list) else []

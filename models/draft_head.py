@@ -6,7 +6,8 @@ the output matrix is a row of logits for the token of position i + 2 (EAGLE, Li 
 are the target's; the output matrix has rows for some of the tokens only. Features of the target may be made of its rows
 after several layers instead (arXiv:2503.01840).
 
-EAGLE-3 heads, in the form of llama.cpp's converter, always do that, and may have their own embeddings.
+EAGLE-3 heads, in the form of llama.cpp's converter, always do that, and may have their own embeddings. Assistants of
+Gemma 4 attend to the target's own keys and values, and keep nothing of a text themselves.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ from numpy.typing import NDArray
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models.arrays import Array, Strings
 from edgeinfer.models.draft_vocab import DRAFT_VOCAB, read_draft_vocab
+from edgeinfer.models.gemma4_layers import PERIOD, attention_by_kind, dense_network, scale_of_layer
 from edgeinfer.models.gguf import GGMLType, ModelFile
 from edgeinfer.models.nextn import NextnBlock
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader, each_mixer
-from edgeinfer.models.spec import ModelSizes, ModelSpec, Weight, shapes_in_file, weights_of
+from edgeinfer.models.spec import (
+    Attention,
+    Layer,
+    ModelSizes,
+    ModelSpec,
+    Weight,
+    shapes_in_file,
+    weights_of,
+)
 
-ARCHITECTURE, EAGLE3 = HEADS = "draft-head", "eagle3"  # values of general.architecture
+ARCHITECTURE, EAGLE3, ASSISTANT = HEADS = "draft-head", "eagle3", "gemma4-assistant"  # of general.architecture
 KINDS = ("dgf",)  # dynamic gating fusion
 EAGLE3_VOCAB = "d2t"
 _LAST_NORMS = ("output_norm.weight", "token_embd_norm.weight")  # the second is LFM2's
@@ -36,6 +46,11 @@ _EAGLE3_LAYERS = 3  # of the target, whose rows a feature is made of
 MOST_TAPS = 16
 _MOST_DEPTHS = 64  # that matches are known of
 NEXTN_OUTPUT = "nextn.draft_output.weight"  # of no file
+_TARGET_OF_ASSISTANTS = "gemma4"
+# Of an assistant: clusters of tokens, all tokens cluster by cluster, and the number of clusters that are looked at.
+CENTROIDS, ORDERING = "masked_embd_centroids.weight", "masked_embd_ordering"
+CENTROIDS_USED, _DEFAULT_USED = "centroid_used_count", 32
+ORDERED_OUTPUT = "masked_embd_ordered.weight"  # of no file
 _LANES = 16  # parts of rows that have norms of their own begin at whole vectors
 
 
@@ -118,10 +133,47 @@ class ProjectedInput:
 
 
 @dataclass(frozen=True)
+class TargetInput:
+    """The front of an assistant of Gemma 4, whose rows have another length than the target's.
+
+    With the feature f that comes with a token of the target's embedding e, both of n_target numbers,
+    x = projection @ [e; f].
+    """
+
+    n_embd: int
+    n_target: int
+    projection: str  # (n_embd, 2 n_target)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by role."""
+        return {"projection": (self.n_embd, 2 * self.n_target)}
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Which rows of an output matrix are multiplied with: those of the n_used clusters with the largest centroids @ y.
+
+    y: what the output matrix reads. The rows of a cluster stand side by side, each with as many. The other tokens have
+    no logits.
+    """
+
+    n_embd: int
+    n_clusters: int
+    n_used: int
+    centroids: str  # (n_clusters, n_embd)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor, by role."""
+        return {"centroids": (self.n_clusters, self.n_embd)}
+
+
+@dataclass(frozen=True)
 class FeatureProjection:
     """What makes a head's features of the target's hidden rows h, n_rows numbers of several layers side by side.
 
     f = matrix @ norm(h), once for each row of the target. The norm is over each n_normed numbers of h.
+
+    The same makes the feature that an assistant predicts, of what its output matrix reads.
     """
 
     n_embd: int
@@ -139,11 +191,12 @@ class FeatureProjection:
 class HeadSpec:
     """A draft head: a front that joins tokens with features, a decoder after it, and what makes the features."""
 
-    front: GatedFusion | ConcatenatedInput | ProjectedInput
+    front: GatedFusion | ConcatenatedInput | ProjectedInput | TargetInput
     decoder: ModelSpec
     features: FeatureProjection | None  # None where they are the target's hidden rows themselves
     target: HeadTarget
-    # (n_logits,) int32, ascending ids of the target's tokens, one for each row of the decoder's output matrix
+    # (n_logits,) int32, ids of the target's tokens, one for each row of the decoder's output matrix; ascending, unless
+    # there are clusters: then one cluster after the other
     draft_vocab: NDArray[np.int32]
     # the target's rows that features are made of, as Session.forward is asked for them with `hidden`
     taps: bool | tuple[int, ...] = True
@@ -154,16 +207,36 @@ class HeadSpec:
     output_type: GGMLType | None = None
     # whether the feature that it predicts is behind the norm of its output, rather than in front of it
     normed_feature: bool = False
+    # what makes the predicted feature of that, None where it is it
+    prediction: FeatureProjection | None = None
+    clusters: Clusters | None = None  # None where all rows of the output matrix give logits
 
     @property
     def n_embd(self) -> int:
         """Numbers of a feature."""
-        return self.decoder.n_embd
+        return self.decoder.n_embd if self.prediction is None else self.prediction.n_embd
 
     @property
     def n_rows(self) -> int:
         """Numbers of the target's hidden rows that make one feature."""
-        return self.decoder.n_embd if self.features is None else self.features.n_rows
+        return self.n_embd if self.features is None else self.features.n_rows
+
+    @property
+    def reads_target(self) -> bool:
+        """Whether it attends to the target's keys and values, of the tokens before the one that it continues."""
+        return any(isinstance(layer.mixer, Attention) and layer.mixer.of_target for layer in self.decoder.layers)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it has keys and values of its own, of each token of a text."""
+        return bool(self.decoder.layers) and not self.reads_target
+
+    @property
+    def n_logits(self) -> int:
+        """Logits of a row."""
+        if self.clusters is None:
+            return self.decoder.n_logits
+        return self.decoder.n_logits // self.clusters.n_clusters * self.clusters.n_used
 
     @property
     def feature_tap(self) -> int:
@@ -182,10 +255,16 @@ class HeadSpec:
         return right / n_drafted if n_drafted else None
 
     def weights(self) -> Iterator[Weight]:
-        """Every tensor beside the embeddings: those of the blocks "front" and "features", and the decoder's."""
+        """Every tensor beside the embeddings: of the blocks "front", "features", "clusters", and of the decoder.
+
+        "features" are those of the prediction too: no head has both.
+        """
         yield from weights_of("front", self.front)
-        if self.features is not None:
-            yield from weights_of("features", self.features)
+        for projection in (self.features, self.prediction):
+            if projection is not None:
+                yield from weights_of("features", projection)
+        if self.clusters is not None:
+            yield from weights_of("clusters", self.clusters)
         yield from self.decoder.weights()
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -193,10 +272,24 @@ class HeadSpec:
         return shapes_in_file(self.weights()) | self.decoder.tensor_shapes()
 
     def beside(self, target: ModelSpec) -> HeadSpec:
-        """The spec with the scale of the target's embeddings, if the front takes them scaled."""
+        """The spec with the scale of the target's embeddings, if the front takes them scaled, and the target's keys."""
         if isinstance(self.front, ConcatenatedInput):
             return self
-        return replace(self, decoder=replace(self.decoder, embedding_scale=target.embedding_scale))
+        decoder = replace(self.decoder, embedding_scale=target.embedding_scale)
+        if self.reads_target:
+            decoder = each_mixer(decoder, lambda _, mixer: replace(mixer, kv_of=_last_like(mixer, target)))
+        return replace(self, decoder=decoder)
+
+
+def title_of(head: HeadSpec) -> str:
+    """What heads of this kind are called, in messages of what does not run them."""
+    if isinstance(head.front, GatedFusion):
+        return "draft heads" if head.features is None else "draft heads that are fed by several layers"
+    if isinstance(head.front, ConcatenatedInput):
+        return "EAGLE-3 heads"
+    if isinstance(head.front, ProjectedInput):
+        return "blocks of a model's own file"
+    return "assistants that attend to their target's keys and values"
 
 
 def is_draft_head(file: ModelFile) -> bool:
@@ -206,7 +299,10 @@ def is_draft_head(file: ModelFile) -> bool:
 
 def read_head(file: ModelFile) -> HeadSpec:
     """Spec of the file of a head. Raises UnsupportedModel if its keys or tensors do not fit."""
-    if file.metadata.get("general.architecture") == EAGLE3:
+    architecture = file.metadata.get("general.architecture")
+    if architecture == ASSISTANT:
+        return _AssistantReader(_ASSISTANT, file).head()
+    if architecture == EAGLE3:
         without, factors = frozenset({"mixer.norm"}), ROPE_FREQS
         eagle3 = Architecture(EAGLE3, "interleaved", optional=frozenset(), without=without, rope_factors=factors)
         return _Eagle3Reader(eagle3, file).head()
@@ -261,6 +357,8 @@ def fingerprint(file: ModelFile, by_tokens: bool = False) -> str:
 
 def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
     """Raises UnsupportedModel unless the head at that path is one for this target, naming what both have."""
+    if isinstance(head.front, TargetInput):
+        return _check_target_of_assistant(head, path, target, spec)
     expected = head.target
     own = HeadTarget(spec.architecture, str(target.metadata.get("general.name")), spec.n_vocab, spec.n_embd, "")
     if (own.n_vocab, own.n_embd) != (expected.n_vocab, expected.n_embd):
@@ -279,6 +377,50 @@ def check_target(head: HeadSpec, path: object, target: ModelFile, spec: ModelSiz
             f"{path} is a draft head for {expected.name} (fingerprint {expected.fingerprint:.16}), but {target.path} "
             f"is {own.name} (fingerprint {found:.16}): use the head of this model"
         )
+
+
+def _last_like(mixer: Attention, target: ModelSpec) -> int | None:
+    """The layer whose keys and values the last layer of the target with the same kind of window has."""
+    for index in reversed(range(target.n_layers)):
+        other = target.layers[index].mixer
+        if isinstance(other, Attention) and (other.window is None) == (mixer.window is None):
+            return index if other.kv_of is None else other.kv_of
+    return None
+
+
+def _check_target_of_assistant(head: HeadSpec, path: object, target: ModelFile, spec: ModelSizes) -> None:
+    """See check_target. head: as HeadSpec.beside gives it."""
+    needed, name = head.target, str(target.metadata.get("general.name"))
+    front = f"{path} is an assistant of a Gemma 4 ({needed.n_vocab} tokens, rows of {needed.n_embd})"
+    end = "use the assistant of this model"
+    if spec.architecture != needed.architecture or not isinstance(spec, ModelSpec):
+        raise UnsupportedModel(
+            f"{front}, but {target.path} is {name}, of the architecture {spec.architecture}: it drafts for Gemma 4 only"
+        )
+    if (spec.n_vocab, spec.n_embd) != (needed.n_vocab, needed.n_embd):
+        raise UnsupportedModel(
+            f"{front}, but {target.path} is {name} ({spec.n_vocab} tokens, rows of {spec.n_embd}): {end}"
+        )
+    for index, layer in enumerate(head.decoder.layers):
+        own = layer.mixer
+        assert isinstance(own, Attention)
+        other = None if own.kv_of is None else spec.layers[own.kv_of].mixer
+        found = _keys_of(other) if isinstance(other, Attention) else "none"
+        if found == _keys_of(own) and isinstance(other, Attention) and other.rope != own.rope:
+            found += " with another rotation"
+        if found != _keys_of(own):
+            raise UnsupportedModel(
+                f"{front} whose layer {index} attends to {_keys_of(own)}, but {target.path} is {name}, which has "
+                f"{found}: {end}"
+            )
+    if needed.fingerprint and fingerprint(target, by_tokens=True) != needed.fingerprint:
+        raise UnsupportedModel(f"{front}, but {target.path} is {name}, whose tokens are others: {end}")
+
+
+def _keys_of(mixer: Attention) -> str:
+    """The keys and values that a layer attends to, for messages."""
+    seen = "everything" if mixer.window is None else f"a window of {mixer.window}"
+    return f"{mixer.n_kv_heads} heads of {mixer.head_dim} numbers in layers that see {seen}"
 
 
 class _HeadReader(Reader):
@@ -427,3 +569,107 @@ class _Eagle3Reader(_HeadReader):
         if not len(layers) == len(taps) == _EAGLE3_LAYERS:
             self.refuse(TARGET_LAYERS, f"must be {_EAGLE3_LAYERS} layers from 1 on: found {found!r:.80}")
         return taps
+
+
+_ASSISTANT = Architecture(
+    ASSISTANT,
+    "halves",
+    output="tied",
+    skips_nextn=True,  # so that the key may be there; its layers are those of the key
+    rope_factors=ROPE_FREQS,
+    fixed={"rope.scaling.type": ("none", "linear"), "rope.scaling.factor": (1.0,), "rope.scaling.attn_factor": (1.0,)},
+    unsupported_keys={
+        "attn_logit_softcapping": "Gemma 4 has no cap on its scores",
+        "embedding_length_per_layer_input": "assistants have no embeddings of their layers",
+    },
+    layers=lambda reader: _layers_of_assistant(reader),
+)
+
+
+def _layers_of_assistant(reader: Reader) -> tuple[Layer, ...]:
+    """Queries of its own, and the keys and values of a target that is not known yet."""
+    n_layers, n_embd = reader.integer("block_count", 1, 4096), reader.integer("embedding_length", 1, 1 << 20)
+    for key in ("nextn_predict_layers", "attention.shared_kv_layers"):
+        if (n := reader.integer(key, 0, 4096, default=n_layers)) != n_layers:
+            reader.refuse(key, f"must be {n_layers}, all layers: found {n}")
+    windowed, kinds = reader.windowed(PERIOD), attention_by_kind(reader, n_embd)
+    n_kv_heads = reader.of_layers("attention.head_count_kv", 1, 1 << 14)
+    n_ff = reader.of_layers("feed_forward_length", 1, 1 << 20)
+    layers = []
+    for index in range(n_layers):
+        common, front = kinds[windowed[index]], f"blk.{index}."
+        if common.n_heads % n_kv_heads[index]:
+            reader.refuse("attention.head_count_kv", f"must divide {common.n_heads} heads: found {n_kv_heads[index]}")
+        mixer = replace(
+            common,
+            n_kv_heads=n_kv_heads[index],
+            q=f"{front}attn_q.weight",
+            output=f"{front}attn_output.weight",
+            norm=f"{front}attn_norm.weight",
+            post_norm=f"{front}post_attention_norm.weight",
+            q_norm=f"{front}attn_q_norm.weight",
+            normed_values=False,
+            of_target=True,
+        )
+        network = dense_network(index, n_embd, n_ff[index])
+        layers.append(Layer(mixer, network, scale_of_layer(reader, index, n_embd)))
+    return tuple(layers)
+
+
+class _AssistantReader(Reader):
+    """Reads an assistant of Gemma 4 as llama.cpp stores it, and with the clusters of its tokens."""
+
+    def head(self) -> HeadSpec:
+        """See read_head."""
+        self._check_keys()
+        common = self._common_spec()
+        n_embd, n_target = common.n_embd, self.integer("embedding_length_out", 1, 1 << 20)
+        has_tokens = "tokenizer.ggml.tokens" in self.file.metadata
+        clusters, ordering = self._clusters(common)
+        head = HeadSpec(
+            front=TargetInput(n_embd, n_target, "nextn.pre_projection.weight"),
+            decoder=replace(common, token_embd=None),
+            features=None,
+            target=HeadTarget(
+                _TARGET_OF_ASSISTANTS,
+                f"the target of {self.file.metadata.get('general.name')}",
+                common.n_vocab,
+                n_target,
+                fingerprint(self.file, by_tokens=True) if has_tokens else "",
+                by_tokens=True,
+            ),
+            draft_vocab=ordering,
+            normed_feature=True,
+            prediction=FeatureProjection(n_target, n_embd, n_embd, "nextn.post_projection.weight", None),
+            clusters=clusters,
+        )
+        self._check_tensors(head.tensor_shapes(), {ORDERING} if clusters is not None else frozenset())
+        return head if clusters is None else replace(head, decoder=replace(head.decoder, output=ORDERED_OUTPUT))
+
+    def _n_skipped(self) -> int:
+        return 0
+
+    def _clusters(self, common: ModelSpec) -> tuple[Clusters | None, NDArray[np.int32]]:
+        """The clusters of the output matrix, and the tokens in the order of its rows."""
+        n_vocab, n_embd = common.n_vocab, common.n_embd
+        info = self.file.tensors.get(CENTROIDS)
+        if info is None:
+            return None, np.arange(n_vocab, dtype=np.int32)
+        if len(info.shape) != 2 or info.shape[1] != n_embd or n_vocab % info.shape[0]:
+            self.refuse_tensor(
+                CENTROIDS, f"must have rows of {n_embd} numbers, whose number divides {n_vocab}: found {info.shape}"
+            )
+        n_used = min(info.shape[0], self.integer(CENTROIDS_USED, 1, 1 << 20, default=_DEFAULT_USED))
+        return Clusters(n_embd, info.shape[0], n_used, CENTROIDS), self._ordering(n_vocab)
+
+    def _ordering(self, n_vocab: int) -> NDArray[np.int32]:
+        """All tokens, cluster by cluster."""
+        info = self.file.tensors.get(ORDERING)
+        if info is None or info.type.name not in ("I32", "I64") or info.shape != (n_vocab,):
+            found = "none" if info is None else f"{info.type.name} {info.shape}"
+            self.refuse_tensor(ORDERING, f"must be I32 or I64 ({n_vocab},): found {found}")
+        data = self.file.data(ORDERING).tobytes()
+        ids = np.frombuffer(data, dtype="<i4" if info.type.name == "I32" else "<i8")
+        if not np.array_equal(np.sort(ids), np.arange(n_vocab)):
+            self.refuse_tensor(ORDERING, f"must have each of the {n_vocab} tokens once: found others, or some twice")
+        return ids.astype(np.int32)

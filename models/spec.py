@@ -209,7 +209,8 @@ class Attention(Mixer):
         x += residual_scale * norm(a, post_norm), which has post_norm_epsilon where that is not None
 
     With normed_values, v = v / sqrt(mean(v^2) + norm_epsilon), by head. Where v is the tensor of k, values are the
-    products of keys, before norm and rotation. With kv_of there are no keys and values of its own.
+    products of keys, before norm and rotation. With kv_of there are no keys and values of its own. With of_target they
+    are those of another model, of the committed tokens before its own: the token has no key itself.
     """
 
     n_in: int  # numbers that q, k and v are products with: n_embd, but for a head that attends from more
@@ -248,6 +249,9 @@ class Attention(Mixer):
     # The layer before this one whose keys and values it reads, which have the same sizes and window; None for its own.
     # k, v and k_norm are then those of that layer.
     kv_of: int | None = None
+    # Whether kv_of is a layer of the model that a draft head drafts for. A window counts the token's own position, of
+    # which there is no key.
+    of_target: bool = False
 
     @property
     def separate_key_bias(self) -> TensorRef | None:
@@ -262,7 +266,12 @@ class Attention(Mixer):
     @property
     def has_own_values(self) -> bool:
         """Whether values have a matrix of their own."""
-        return self.kv_of is None and self.v != self.k
+        return self.has_own_keys and self.v != self.k
+
+    @property
+    def has_own_keys(self) -> bool:
+        """Whether it keeps keys and values, rather than to read those of another layer or model."""
+        return self.kv_of is None and not self.of_target
 
     @property
     def n_q_rows(self) -> int:
@@ -294,7 +303,7 @@ class Attention(Mixer):
     def state_bytes(self, n_ctx: int, cache_type: CacheType) -> int:
         """See Mixer: keys and values of the positions that are seen."""
         n = self.head_dim
-        if self.kv_of is not None:
+        if not self.has_own_keys:
             return 0
         of_a_head = {"f16": 4 * n, "q8_0": 2 * (n + n // 32 * 4), "k6v4": 6 * n // 8 + n // 2 + 2 * 2}[cache_type]
         return self.n_seen(n_ctx) * self.n_kv_heads * of_a_head
@@ -331,7 +340,7 @@ class Attention(Mixer):
         """Shape of each tensor that there may be, by role."""
         q_norm, k_norm = (self.n_q, self.n_kv) if self.qk_norm == "whole" else (self.head_dim, self.head_dim)
         missing = set() if self.has_own_values else {"v"}
-        missing |= set() if self.kv_of is None else {"k", "k_norm", "k_bias", "v_bias"}
+        missing |= set() if self.has_own_keys else {"k", "k_norm", "k_bias", "v_bias"}
         shapes: dict[str, tuple[int, ...]] = {
             "norm": (self.n_embd,),
             "q": (self.n_q_rows, self.n_in),

@@ -1,5 +1,6 @@
 """The C++ engine for CPUs: packed weights, kernels per instruction set, threads, KV cache and decoder."""
 
+from edgeinfer.backends.native.assistant import NativeAssistantModel, NativeAssistantSession, load_assistant
 from edgeinfer.backends.native.backend import NativeBackend
 from edgeinfer.backends.native.config import most_rows_of_tree
 from edgeinfer.backends.native.head import NativeHeadModel, NativeHeadSession, load_head, plan_head
@@ -16,6 +17,8 @@ from edgeinfer.backends.native.session import NativeSession
 
 __all__ = [
     "MachineLimits",
+    "NativeAssistantModel",
+    "NativeAssistantSession",
     "NativeBackend",
     "NativeHeadModel",
     "NativeHeadSession",
@@ -24,6 +27,7 @@ __all__ = [
     "available_isas",
     "best_isa",
     "build_id",
+    "load_assistant",
     "load_head",
     "missing_isas",
     "most_rows_of_tree",

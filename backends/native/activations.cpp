@@ -35,7 +35,7 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_scores(padded(c.n_ctx) + 16),
       ld_value(std::max(padded(c.most_of_attention([](const AttentionConfig& a) { return a.head_dim; })),
                         padded(c.most_of_latents([](const LatentConfig& l) { return l.n_latent; })))),
-      ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_embd)),
+      ld_joined(front == FrontKind::None ? 0 : padded(2 * c.n_feature())),
       ld_u(std::max({padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_channels(); })),
                      padded(c.most_of_mamba2([](const Mamba2Config& m) { return m.n_input_rows(); })),
                      padded(c.most_of_short_convs([](const ShortConvConfig& s) { return 3 * s.n_channels; }))})),
@@ -46,10 +46,12 @@ Activations::Activations(const DecoderConfig& c, FrontKind front, int n_threads,
       ld_kq(std::max(padded(c.most_of_delta_nets([](const DeltaNetConfig& d) { return d.n_key_heads; })),
                      padded(c.most_of_mamba2([](const Mamba2Config& m) { return m.n_groups; })))),
       ld_gates(padded(c.most_of_attention([](const AttentionConfig& a) { return a.n_gate(); }))),
-      ld_layer_inputs(padded(c.n_layer_inputs())) {
+      ld_layer_inputs(padded(c.n_layer_inputs())),
+      ld_clusters(padded(c.clusters.n)) {
     take_rows(c, cutter);
     if (c.has_key_bias()) take_turns(c, cutter);
     if (front != FrontKind::None) take_front(c, cutter);
+    if (c.clusters.n) take_clusters(c, n_threads, cutter);
     inputs = take_inputs(cutter, static_cast<size_t>(c.n_batch), c.inputs);
     for (int i = 0; i < n_threads; i++) take_own(c, most_in(c), cutter);
     if (c.has_experts()) experts.take(c, n_threads, cutter);
@@ -126,10 +128,21 @@ void Activations::take_feed_forward(const DecoderConfig& c, Cutter& cutter) {
 
 void Activations::take_front(const DecoderConfig& c, Cutter& cutter) {
     const size_t n = static_cast<size_t>(c.n_batch);
+    joined = cutter.take<float>(n * ld_joined);
+    if (c.n_target) return;  // it is made in place there
     feature = cutter.take<float>(n * ld_embd);
     x_of_feature = cutter.take<float>(n * ld_embd);
     x_of_token = cutter.take<float>(n * ld_embd);
-    joined = cutter.take<float>(n * ld_joined);
+}
+
+void Activations::take_clusters(const DecoderConfig& c, int n_threads, Cutter& cutter) {
+    const size_t n = static_cast<size_t>(c.n_batch), n_each = static_cast<size_t>(c.n_logits / c.clusters.n);
+    cluster_scores = cutter.take<float>(n * ld_clusters);
+    clusters = cutter.take<int32_t>(n * static_cast<size_t>(c.clusters.n_used));
+    for (int i = 0; i < n_threads; i++) {
+        own_cluster.push_back(cutter.take<float>(round_up(n_each, kRows) + kRows));
+        own_order.push_back(cutter.take<int32_t>(ld_clusters));
+    }
 }
 
 void Activations::take_own(const DecoderConfig& c, size_t most_in, Cutter& cutter) {

@@ -128,6 +128,13 @@ struct Activations {
     float* layer_inputs;
     std::vector<float*> own_table_row;
     float *feature, *x_of_feature, *x_of_token, *joined;  // of the fronts of heads
+    // Of an output matrix with clusters: (n_batch, ld_clusters) scores, (n_batch, n_used) the chosen ones, ascending; and
+    // for each thread the products of the row groups that a cluster is in.
+    size_t ld_clusters;
+    float* cluster_scores;
+    int32_t* clusters;
+    std::vector<float*> own_cluster;
+    std::vector<int32_t*> own_order;  // (ld_clusters,): clusters, the best ones first
     struct Angles {
         size_t n_pairs;
         float *cosine, *sine;  // (n_batch, n_pairs)
@@ -160,5 +167,6 @@ private:
     void take_recurrence(const DecoderConfig& config, Cutter& cutter);
     void take_feed_forward(const DecoderConfig& config, Cutter& cutter);
     void take_front(const DecoderConfig& config, Cutter& cutter);
+    void take_clusters(const DecoderConfig& config, int n_threads, Cutter& cutter);
     void take_own(const DecoderConfig& config, size_t most_in, Cutter& cutter);
 };

@@ -198,7 +198,7 @@ void AttentionBlock::attend(const Pass& pass, int thread) const {
         const int first_token = sequence->first + block * s.tokens_each;
         const int last_token = std::min(sequence->last(), first_token + s.tokens_each);
         Attention a;
-        a.kv = sequence->rows.state->head(index_, kv_head);
+        a.kv = sequence->rows.state->head(config_.of_target ? config_.kv_of : index_, kv_head);
         a.soft_cap = config_.soft_cap;
         a.rope = rope_tables_of(pass);
         a.n_rows = 0;
@@ -256,8 +256,8 @@ AttentionRow AttentionBlock::row(const Pass& pass, int thread, const Sequence& s
     a.scores = b.scores[own] + row * b.ld_scores;
     a.sum = b.sums[own] + row * b.ld_value;
     a.first = config_.window ? std::max(0, b.position[c] + 1 - config_.window) : 0;
-    a.n_past = sequence.chain ? sequence.slot(c) + 1 : sequence.base;
-    if (sequence.chain) return a;
+    a.n_past = sequence.chain && !config_.of_target ? sequence.slot(c) + 1 : sequence.base;
+    if (sequence.chain || config_.of_target) return a;
     set_path(sequence, c, b.path[own] + row * static_cast<size_t>(pass.config.n_batch), a);
     return a;
 }

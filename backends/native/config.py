@@ -31,7 +31,15 @@ from edgeinfer.models import (
     ShortConv,
     attention_of,
 )
-from edgeinfer.models.draft_head import ConcatenatedInput, FeatureProjection, GatedFusion, HeadSpec, ProjectedInput
+from edgeinfer.models.draft_head import (
+    Clusters,
+    ConcatenatedInput,
+    FeatureProjection,
+    GatedFusion,
+    HeadSpec,
+    ProjectedInput,
+    TargetInput,
+)
 from edgeinfer.models.spec import StateKind
 
 SEGMENT = 128  # slots, kSegment of kv_head.h
@@ -41,7 +49,7 @@ _OF_ATTENTION = (
     *("n_embd", "n_in", "n_heads", "n_kv_heads", "head_dim", "scale", "q", "k", "v", "output", "rope", "window"),
     *("soft_cap", "query_temperature", "qk_norm", "norm", "post_norm", "sub_norm", "q_norm", "k_norm"),
     *("q_bias", "k_bias", "v_bias", "output_bias", "sinks", "output_gate", "gate", "gate_function"),
-    *("post_norm_epsilon", "normed_values", "kv_of"),
+    *("post_norm_epsilon", "normed_values", "kv_of", "of_target"),
 )
 _OF_DELTA_NET = (
     *("n_embd", "n_conv", "conv", "n_key_heads", "n_value_heads", "head_dim", "key_heads", "qkv", "gate", "decay"),
@@ -101,6 +109,8 @@ PARTS_OF_HEADS: dict[type, Sequence[str]] = {
     GatedFusion: ("n_embd", "feature", "token_norm", "token", "mix"),
     ConcatenatedInput: ("n_embd", "token_norm", "feature_norm", "normed_residual"),
     ProjectedInput: ("n_embd", "token_norm", "feature_norm", "projection"),
+    TargetInput: ("n_embd", "n_target", "projection"),
+    Clusters: ("n_embd", "n_clusters", "n_used", "centroids"),
     FeatureProjection: ("n_embd", "n_rows", "n_normed", "matrix", "norm"),
 }
 
@@ -185,7 +195,7 @@ def _window_bytes(spec: ModelSpec, settings: LoadSettings, n_positions: int) -> 
 
 def _with_own_state(spec: ModelSpec, kind: StateKind) -> tuple[Layer, ...]:
     """The layers that keep a state of that kind, without those that read the keys and values of others."""
-    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.kv_of is None)
+    own = (layer for layer in spec.layers if not isinstance(layer.mixer, Attention) or layer.mixer.has_own_keys)
     alone = (replace(layer, ffn=NoFeedForward(spec.n_embd), is_beside=False) for layer in own)
     return tuple(layer for layer in alone if layer.mixer.state_kind == kind)
 
@@ -220,6 +230,8 @@ def front_config(head: HeadSpec) -> _core.FrontConfig:
         return _core.FrontConfig(_core.FrontKind.gated_fusion)
     if isinstance(head.front, ProjectedInput):
         return _core.FrontConfig(_core.FrontKind.projected_input)
+    if isinstance(head.front, TargetInput):
+        return _core.FrontConfig(_core.FrontKind.target_input)
     return _core.FrontConfig(_core.FrontKind.concatenated_input, head.front.normed_residual)
 
 
@@ -310,8 +322,9 @@ def _attention(block: Attention, rope: int, query_scales: int) -> _core.Attentio
         gate_is_softplus=block.gate_function == "softplus",
         post_norm_epsilon=block.post_norm_epsilon or 0.0,
         normed_values=block.normed_values,
-        keys_are_values=block.kv_of is None and not block.has_own_values,
+        keys_are_values=block.has_own_keys and not block.has_own_values,
         kv_of=-1 if block.kv_of is None else block.kv_of,
+        of_target=block.of_target,
     )
 
 

@@ -40,6 +40,26 @@ private:
     const Pass& pass_;
 };
 
+// Sequences that a pass reads, which is no pass of theirs: nobody gives back what they have as long as this is there.
+class Read {
+public:
+    explicit Read(std::span<const SequenceRows> sequences) : sequences_(sequences) {
+        for (const SequenceRows& rows : sequences_) is_open_ = rows.state->begin_reading() && is_open_;
+    }
+    ~Read() {
+        for (const SequenceRows& rows : sequences_) rows.state->end_reading();
+    }
+    Read(const Read&) = delete;
+    Read& operator=(const Read&) = delete;
+
+    // Whether all of them were there.
+    bool is_open() const { return is_open_; }
+
+private:
+    std::span<const SequenceRows> sequences_;
+    bool is_open_ = true;
+};
+
 void begin_states(const Pass& pass) {
     for (const Sequence& sequence : pass.sequences) {
         const SequenceRows& rows = sequence.rows;
@@ -61,12 +81,13 @@ Decoder::Decoder(const DecoderConfig& config, const FrontConfig& front, const Ke
       front_(make_front(front, config_, *weights_)),
       output_norm_(weights_->vector("output_norm", config.n_embd)),
       output_(weights_->output(config.n_logits, config.n_embd)),
-      embedding_(weights_->embedding(config.n_vocab, config.n_embd)) {
+      embedding_(weights_->embedding(config.n_vocab, config.n_feature())) {
     check_inputs();
     Cutter cutter(memory_.data());
     activations_ = std::make_unique<Activations>(config_, front.kind, pool_->size(), cutter);
     fill_rope_tables();
     if (config_.embedding_norm) std::fill_n(activations_->ones, config_.n_embd, 1.0f);
+    if (config_.clusters.n) clustered_output_.emplace(config_, *weights_);
     if (config_.layer_inputs.n_inputs) layer_inputs_.emplace(config_, *weights_);
     int n_with_experts = 0;
     for (int i = 0; i < config_.n_layers(); i++) add_layer(i, n_with_experts);
@@ -137,11 +158,12 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
     const std::lock_guard<std::mutex> one_at_a_time(running_);
     const std::function<bool()> seldom = asked_seldom(poll);
     Pass pass(config_, kernels_, *pool_, *activations_, stop_, seldom);
-    for (const SequenceRows& sequence : sequences) pass.add(sequence);
     pass.rows = rows;
-    pass.n_rows = n_rows;
-    pass.recurrence_ns = &recurrence_ns_;
+    pass.n_rows = n_last_rows_ = n_rows;
     pass.logits = logits;
+    if (config_.reads_target()) return run_reading(sequences, pass, interrupts);
+    for (const SequenceRows& sequence : sequences) pass.add(sequence);
+    pass.recurrence_ns = &recurrence_ns_;
     pass.expert_device = expert_device_.get();
     pass.squares = squares_.get();
     const Reserved reserved(pass);  // first: where memory is missing, nothing has begun
@@ -151,6 +173,21 @@ bool Decoder::forward(std::span<const SequenceRows> sequences, const int32_t* ro
         return false;  // in this order: an interrupt is seen here, or sets stop_ after it
     begin_states(pass);
     return run_by_all(pass);
+}
+
+bool Decoder::run_reading(std::span<const SequenceRows> sequences, Pass& pass, uint64_t interrupts) {
+    const Read read(sequences);
+    for (const SequenceRows& sequence : sequences) pass.add(sequence);
+    begin(pass);
+    stop_.store(false);
+    if (!read.is_open() || interrupts_.load() != interrupts) return false;
+    return run_by_all(pass);
+}
+
+std::vector<int32_t> Decoder::clusters() {
+    const std::lock_guard<std::mutex> one_at_a_time(running_);
+    const int32_t* chosen = activations_->clusters;
+    return {chosen, chosen + (config_.clusters.n ? n_last_rows_ * config_.clusters.n_used : 0)};
 }
 
 bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows,
@@ -205,7 +242,9 @@ void Decoder::run(const Pass& pass, int thread) const {
     }
     if (config_.centred_output) centre(pass, thread);
     tap(pass, thread, config_.n_layers());
-    if (pass.n_rows) head(pass, thread, output_);
+    if (!pass.n_rows) return;
+    if (clustered_output_) return clustered_output_->run(pass, thread, output_norm_, output_);
+    head(pass, thread, output_);
 }
 
 // What a mixer reads, where that of the next layer stands beside it.
@@ -243,17 +282,19 @@ void Decoder::embed(const Pass& pass, int thread) const {
 void Decoder::embed_token(const Pass& pass, int c) const {
     const Activations& b = pass.b;
     const Sequence& sequence = pass.sequence_of(c);
-    const size_t n_embd = static_cast<size_t>(config_.n_embd);
+    const size_t n_embd = static_cast<size_t>(config_.n_feature());
     const size_t at = static_cast<size_t>(c) * b.ld_embd, i = static_cast<size_t>(c - sequence.first);
+    float* x = config_.n_target ? b.joined + static_cast<size_t>(c) * b.ld_joined : b.x + at;
     try {
-        embedding_.read(sequence.rows.tokens[i], b.x + at);
+        embedding_.read(sequence.rows.tokens[i], x);
     } catch (const std::exception& error) {  // no memory too: nothing may leave a thread of the pool
         pass.fail(error.what());
         return;
     }
-    for (size_t k = 0; k < n_embd; k++) b.x[at + k] *= config_.embedding_scale;
-    if (config_.embedding_norm) kernels_.rms_norm(b.x + at, b.ones, config_.n_embd, config_.norm_epsilon, b.x + at);
-    if (front_) std::memcpy(b.feature + at, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
+    for (size_t k = 0; k < n_embd; k++) x[k] *= config_.embedding_scale;
+    if (config_.embedding_norm) kernels_.rms_norm(x, b.ones, config_.n_embd, config_.norm_epsilon, x);
+    float* feature = config_.n_target ? x + n_embd : b.feature + at;
+    if (front_) std::memcpy(feature, sequence.rows.features + i * n_embd, sizeof(float) * n_embd);
 }
 
 void Decoder::set_angles(const Pass& pass, int c) const {

@@ -79,6 +79,9 @@ public:
     // Null for a model without experts.
     ExpertPredictor* predictor() const { return predictor_.get(); }
 
+    // The clusters whose logits the requested rows of the last pass have, (n_rows, n_used). Not while a pass runs.
+    std::vector<int32_t> clusters();
+
     // From the next pass on the squares of what matrices read are summed, or no longer; what was summed before is gone.
     void record_inputs(bool is_on);
     // What was summed until now, none where nothing is.
@@ -152,6 +155,7 @@ private:
     void set_angles(const Pass& pass, int c) const;
     void centre(const Pass& pass, int thread) const;
     void tap(const Pass& pass, int thread, int layer) const;
+    bool run_reading(std::span<const SequenceRows> sequences, Pass& pass, uint64_t interrupts);
     void head(const Pass& pass, int thread, const Matrix& output) const;
     Matrix part_of_output(int n_parts, int part) const;
 
@@ -166,6 +170,8 @@ private:
     Memory memory_;
     std::unique_ptr<Activations> activations_;
     std::unique_ptr<Front> front_;
+    std::optional<ClusteredOutput> clustered_output_;
+    int n_last_rows_ = 0;  // of the last pass, whose logits were requested
     std::optional<LayerInputsBlock> layer_inputs_;
     std::vector<Layer> layers_;
     PassRows last_rows_;

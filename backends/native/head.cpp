@@ -1,6 +1,8 @@
 #include "head.h"
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 
 std::unique_ptr<Front> make_front(const FrontConfig& front, const DecoderConfig& config, const Weights& weights) {
     switch (front.kind) {
@@ -9,6 +11,7 @@ std::unique_ptr<Front> make_front(const FrontConfig& front, const DecoderConfig&
         case FrontKind::ConcatenatedInput:
             return std::make_unique<ConcatenatedInput>(config, weights, front.normed_residual);
         case FrontKind::ProjectedInput: return std::make_unique<ProjectedInput>(config, weights);
+        case FrontKind::TargetInput: return std::make_unique<TargetInput>(config, weights);
     }
     return nullptr;
 }
@@ -80,6 +83,63 @@ void ProjectedInput::run(const Pass& pass, int thread) const {
     pass.for_items(thread, pass.n, [&](int c) { join_normed(pass, c, token_norm_, feature_norm_); });
     const Inputs both = pass.plain_inputs(thread, b.joined, b.ld_joined, {&projection_});
     pass.multiply(thread, projection_, both, b.x, b.ld_embd);
+}
+
+TargetInput::TargetInput(const DecoderConfig& config, const Weights& weights)
+    : projection_(weights.matrix("front.projection", config.n_embd, 2 * config.n_target)) {}
+
+void TargetInput::run(const Pass& pass, int thread) const {
+    const Activations& b = pass.b;
+    const Inputs both = pass.plain_inputs(thread, b.joined, b.ld_joined, {&projection_});
+    pass.multiply(thread, projection_, both, b.x, b.ld_embd);
+}
+
+// ---- clusters of tokens --------------------------------------------------------------------------------------------
+
+ClusteredOutput::ClusteredOutput(const DecoderConfig& config, const Weights& weights)
+    : config_(config.clusters), centroids_(weights.matrix("clusters.centroids", config.clusters.n, config.n_embd)) {}
+
+void ClusteredOutput::run(const Pass& pass, int thread, const float* norm, const Matrix& output) const {
+    const Activations& b = pass.b;
+    const int n_rows = pass.n_rows, n_used = config_.n_used;
+    const Inputs inputs = pass.normed_inputs(thread, norm, pass.rows, n_rows, {&centroids_, &output});
+    const Tasks tasks(centroids_, n_rows, pass.pool.size(), pass.kernels.at_once(n_rows));
+    pass.for_tasks(thread, tasks.count(), [&](int task) {
+        pass.kernels.matmul(centroids_, inputs, n_rows, tasks.first(task), tasks.last(task),
+                            tasks.next_data(centroids_, task), b.cluster_scores, b.ld_clusters);
+    });
+    pass.for_items(thread, n_rows, [&](int row) { choose(pass, thread, row); });
+    pass.for_tasks(thread, n_rows * n_used,
+                   [&](int task) { run_cluster(pass, thread, inputs, output, task / n_used, task % n_used); });
+}
+
+// The clusters of a row, ascending; of equal scores the lower one, and a NaN is no larger than -infinity.
+void ClusteredOutput::choose(const Pass& pass, int thread, int row) const {
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    const Activations& b = pass.b;
+    float* scores = b.cluster_scores + static_cast<size_t>(row) * b.ld_clusters;
+    int32_t* order = b.own_order[static_cast<size_t>(thread)];
+    for (int i = 0; i < config_.n; i++) {
+        order[i] = i;
+        scores[i] = scores[i] >= kNone ? scores[i] : kNone;
+    }
+    std::nth_element(order, order + config_.n_used - 1, order + config_.n,
+                     [&](int32_t i, int32_t j) { return scores[i] > scores[j] || (scores[i] == scores[j] && i < j); });
+    std::sort(order, order + config_.n_used);
+    std::copy_n(order, config_.n_used, b.clusters + static_cast<std::ptrdiff_t>(row) * config_.n_used);
+}
+
+// Row groups may have rows of the clusters beside it too, whose products are dropped.
+void ClusteredOutput::run_cluster(const Pass& pass, int thread, const Inputs& inputs, const Matrix& output, int row,
+                                  int place) const {
+    const int n_each = output.n_out / config_.n, cluster = pass.b.clusters[row * config_.n_used + place];
+    const int first = cluster * n_each, group = first / kRows, end = (first + n_each + kRows - 1) / kRows;
+    float* products = pass.b.own_cluster[static_cast<size_t>(thread)];
+    const int32_t column = row;
+    pass.kernels.matmul(output.from(group), inputs.of(&column), 1, 0, end - group, nullptr, products,
+                        static_cast<size_t>((end - group) * kRows));
+    std::copy_n(products + first - group * kRows, n_each,
+                pass.logits + static_cast<size_t>(row * config_.n_used + place) * static_cast<size_t>(n_each));
 }
 
 // ---- features ------------------------------------------------------------------------------------------------------

@@ -53,6 +53,31 @@ private:
     const float *token_norm_, *feature_norm_;
 };
 
+// What an assistant of another width begins with: the target's embedding and feature of a token, side by side in `joined`.
+class TargetInput : public Front {
+public:
+    TargetInput(const DecoderConfig& config, const Weights& weights);
+    void run(const Pass& pass, int thread) const override;
+
+private:
+    Matrix projection_;
+};
+
+// Logits of the rows of the output matrix that are in the clusters with the largest scores.
+class ClusteredOutput {
+public:
+    ClusteredOutput(const DecoderConfig& config, const Weights& weights);
+    void run(const Pass& pass, int thread, const float* norm, const Matrix& output) const;
+
+private:
+    void choose(const Pass& pass, int thread, int row) const;
+    void run_cluster(const Pass& pass, int thread, const Inputs& inputs, const Matrix& output, int row,
+                     int place) const;
+
+    ClustersConfig config_;
+    Matrix centroids_;
+};
+
 // Makes features (n, n_embd) of rows (n, n_rows) of the target.
 class FeatureProjection {
 public:

@@ -1,4 +1,4 @@
-"""Draft heads on the C++ decoder."""
+"""Draft heads on the C++ decoder. Those that read their target's keys and values are in assistant.py."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from edgeinfer.common.overriding import override
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Device, Features, LogitsRows, MemoryPlan, MemoryUse, Output
 from edgeinfer.models import check_blocks
-from edgeinfer.models.draft_head import HeadSpec
+from edgeinfer.models.draft_head import HeadSpec, TargetInput
 from edgeinfer.models.gguf import ModelFile
 
 _BLOCKS = {**BLOCKS, **PARTS_OF_HEADS}
@@ -61,10 +61,10 @@ def plan_head(head: ModelFile, spec: HeadSpec, settings: LoadSettings) -> Memory
     rows = embedding_of(head, spec.decoder, parts, is_held=True)
     weights = packed_bytes(parts) + (0 if rows is None else rows.n_bytes)
     activations = config.activation_bytes(front_config(spec), settings.n_threads)
-    if spec.features is not None:
-        activations += _core.FeatureProjection.activation_bytes(spec.features.n_rows)
-    n_texts, n_positions = settings.n_texts, positions_of(settings)
-    kv_cache = config.kv_bytes(_core.KvType.f16, settings.n_ctx, n_texts, n_positions)
+    activations += _bytes_of_projection(spec)
+    n_texts, n_positions, kv_cache = settings.n_texts, positions_of(settings), 0
+    if not spec.reads_target:
+        kv_cache = config.kv_bytes(_core.KvType.f16, settings.n_ctx, n_texts, n_positions)
     use = MemoryUse(weights, kv_cache, activations, experts=experts.n_bytes)
     return MemoryPlan(settings, use, cache_positions=n_positions)
 
@@ -77,6 +77,13 @@ def load_head(
     It takes what it lacks from the target: embeddings, the output matrix, and threads where it needs as many.
     spec: see read_head_beside. Raises UnsupportedModel.
     """
+    return NativeHeadModel(*load_parts(head, spec, target, plan, device))
+
+
+def load_parts(
+    head: ModelFile, spec: HeadSpec, target: NativeModel, plan: MemoryPlan, device: Device
+) -> tuple[DecoderParts, HeadSpec, MemoryPlan, _core.FeatureProjection | None]:
+    """What models of heads are made of; see load_head."""
     _check(head, spec)
     parts, experts = parts_of(head, spec.weights()), experts_of(head, spec.decoder, Packing())
     threads = shared_threads(target.threads, device.n_threads)
@@ -90,11 +97,17 @@ def load_head(
     config = _config(spec, parts, experts, plan.n_ctx, plan.n_batch)
     made = assemble(spec.decoder, config, front_config(spec), plan, device, weights, threads, rows, store)
     projection = None
-    if (part := spec.features) is not None:
+    if (part := spec.features or spec.prediction) is not None:
         sizes = part.n_embd, part.n_rows, part.n_normed, spec.decoder.norm_epsilon
         projection = _core.FeatureProjection(weights, made.decoder.isa, threads, *sizes)
     weights.check_all_are_used()
-    return NativeHeadModel(made, spec, plan, projection)
+    return made, spec, plan, projection
+
+
+def _bytes_of_projection(spec: HeadSpec) -> int:
+    """Activations of what makes features."""
+    part = spec.features or spec.prediction
+    return 0 if part is None else _core.FeatureProjection.activation_bytes(part.n_rows)
 
 
 def _config(
@@ -105,17 +118,25 @@ def _config(
     add_inputs(config, inputs_of(parts) | experts.inputs())
     if spec.decoder.output is None:  # which is the target's
         config.add_inputs_of_output()
+    if isinstance(spec.front, TargetInput):
+        config.set_target(spec.front.n_target)
+    if spec.clusters is not None:
+        config.set_clusters(spec.clusters.n_clusters, spec.clusters.n_used)
     return config
 
 
 def _check(head: ModelFile, spec: HeadSpec) -> None:
     """Raises UnsupportedModel for a part that the engine lacks."""
-    parts = [("front", spec.front)] if spec.features is None else [("front", spec.front), ("features", spec.features)]
-    check_blocks([*parts, *spec.decoder.blocks()], _BLOCKS, "native", head.path)
+    parts = {"front": spec.front, "features": spec.features or spec.prediction, "clusters": spec.clusters}
+    there = ((name, part) for name, part in parts.items() if part is not None)
+    check_blocks([*there, *spec.decoder.blocks()], _BLOCKS, "native", head.path)
 
 
-class NativeHeadModel(NativeDecoder, JointHeadModel):
-    """See edgeinfer.backends.base.HeadModel. Made by load_head."""
+class NativeHead(NativeDecoder):
+    """The common part of heads with keys and values of their own, and of those without.
+
+    projection: what makes features of rows, or the predicted ones.
+    """
 
     def __init__(
         self, parts: DecoderParts, spec: HeadSpec, plan: MemoryPlan, projection: _core.FeatureProjection | None
@@ -123,8 +144,27 @@ class NativeHeadModel(NativeDecoder, JointHeadModel):
         super().__init__(parts, spec.decoder, plan)
         self.spec = spec
         self.n_sequences = plan.n_sequences
-        self._n_positions = plan.n_positions
         self._projection = projection
+
+    @override
+    def memory(self) -> MemoryUse:
+        use = super().memory()
+        return replace(use, activations=use.activations + _bytes_of_projection(self.spec))
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self._projection = None
+
+
+class NativeHeadModel(NativeHead, JointHeadModel):
+    """See edgeinfer.backends.base.HeadModel. Made by load_head."""
+
+    def __init__(
+        self, parts: DecoderParts, spec: HeadSpec, plan: MemoryPlan, projection: _core.FeatureProjection | None
+    ) -> None:
+        super().__init__(parts, spec, plan, projection)
+        self._n_positions = plan.n_positions
         self._pool: SharedPool | None = None  # of all sessions that are as planned
 
     @override
@@ -163,16 +203,9 @@ class NativeHeadModel(NativeDecoder, JointHeadModel):
         return features
 
     @override
-    def memory(self) -> MemoryUse:
-        use = super().memory()
-        features = self.spec.features
-        of_features = 0 if features is None else _core.FeatureProjection.activation_bytes(features.n_rows)
-        return replace(use, activations=use.activations + of_features)
-
-    @override
     def close(self) -> None:
         super().close()
-        self._projection = self._pool = None
+        self._pool = None
 
 
 class NativeHeadSession(NativeSequence, HeadSession):

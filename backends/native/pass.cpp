@@ -10,7 +10,7 @@ void Pass::add(const SequenceRows& rows) {
     for (int i = 0; i < rows.n; i++) {
         int depth = sequence.chain ? rows.n_pending + i : 0;
         for (int row = rows.n_pending + i; !sequence.chain && rows.parents[row] >= 0; row = rows.parents[row]) depth++;
-        b.position[n + i] = sequence.base + depth;
+        b.position[n + i] = config.reads_target() ? sequence.base : sequence.base + depth;
         b.sequence[n + i] = static_cast<int32_t>(sequences.size());
     }
     sequences.push_back(sequence);

@@ -50,6 +50,7 @@ struct AttentionConfig {
     bool normed_values = false;
     bool keys_are_values = false;  // values are the products of keys, before their norm
     int kv_of = -1;                // the layer whose keys and values it reads; -1 for its own
+    bool of_target = false;        // a layer of another decoder: of the slots before the token, which has none itself
 
     bool gated_q() const { return gate == OutputGate::InQ; }
     int n_q_rows() const { return (gated_q() ? 2 : 1) * n_q(); }
@@ -57,7 +58,7 @@ struct AttentionConfig {
     int n_gate() const { return gate == OutputGate::PerHead ? n_heads : gate == OutputGate::PerNumber ? n_q() : 0; }
     int n_q() const { return n_heads * head_dim; }
     int n_kv() const { return n_kv_heads * head_dim; }
-    bool has_keys() const { return kv_of < 0; }
+    bool has_keys() const { return kv_of < 0 && !of_target; }
     bool has_values() const { return has_keys() && !keys_are_values; }
     KvSizes state_sizes() const { return {n_kv_heads, head_dim, window, 0, kv_of}; }
 };
@@ -197,8 +198,14 @@ struct InputSizes {
     bool operator==(const InputSizes&) const = default;
 };
 
+// Of the n clusters that the rows of the output matrix are, one after the other, the n_used whose logits a row gets; none
+// where n is 0.
+struct ClustersConfig {
+    int n = 0, n_used = 0;
+};
+
 // Scales of 1 and caps of 0 change nothing. inputs: of all matrices. n_ctx: the longest sequence; n_batch: tokens of a
-// pass at most.
+// pass at most. n_target: numbers of the embeddings and features that a front joins, 0 for n_embd.
 struct DecoderConfig {
     int n_vocab, n_logits, n_embd, n_ctx, n_batch;
     float norm_epsilon;
@@ -210,6 +217,16 @@ struct DecoderConfig {
     bool centred_output = false;  // the last norm is of rows less their mean
     InputSizes inputs = {};
     LayerInputsConfig layer_inputs = {};
+    int n_target = 0;
+    ClustersConfig clusters = {};
+
+    int n_feature() const { return n_target ? n_target : n_embd; }
+    // Logits of a row.
+    int n_row_logits() const { return clusters.n ? n_logits / clusters.n * clusters.n_used : n_logits; }
+    // Whether all layers attend to the sequences of another decoder, of which nothing is written.
+    bool reads_target() const {
+        return most_of_attention([](const AttentionConfig& a) { return static_cast<int>(a.of_target); }) > 0;
+    }
 
     int n_layers() const { return static_cast<int>(layers.size()); }
 
@@ -258,13 +275,25 @@ struct DecoderConfig {
         return most_of_experts([](const ExpertsConfig&) { return 1; }) > 0;
     }
 
-    // Whether a sequence of these sizes is one of this model.
+    // Whether a sequence of these sizes is one of this model, or one that its layers can read.
     bool fits(const SequenceSizes& sizes) const {
+        if (reads_target()) {
+            return sizes.n_ctx <= n_ctx && std::all_of(layers.begin(), layers.end(), [&](const LayerConfig& layer) {
+                       return can_read(*layer.attention(), sizes);
+                   });
+        }
         if (sizes.layers.size() != layers.size() || sizes.n_ctx > n_ctx || sizes.n_batch > n_batch) return false;
         for (size_t i = 0; i < layers.size(); i++) {
             if (sizes.layers[i] != layers[i].state_sizes()) return false;
         }
         return true;
+    }
+
+    static bool can_read(const AttentionConfig& attention, const SequenceSizes& sizes) {
+        const size_t of = static_cast<size_t>(attention.kv_of);
+        KvSizes own = attention.state_sizes();
+        own.of = -1;
+        return of < sizes.layers.size() && sizes.layers[of] == LayerSizes(own);
     }
 
     // The state of a sequence of up to n_ctx_of_sequence positions.
@@ -276,7 +305,7 @@ struct DecoderConfig {
 };
 
 // What a draft head begins with in place of the embeddings alone, see head.h.
-enum class FrontKind : int { None, GatedFusion, ConcatenatedInput, ProjectedInput };
+enum class FrontKind : int { None, GatedFusion, ConcatenatedInput, ProjectedInput, TargetInput };
 
 struct FrontConfig {
     FrontKind kind = FrontKind::None;

@@ -116,6 +116,11 @@ class NativeSequence(OfOneProcess, ABC):
         """
         return self.n_past + n_slots <= self.n_ctx and full_pool([self.want(n_slots)], by_batches=True) is None
 
+    @property
+    def state(self) -> _core.SequenceState:
+        """What is kept of the sequence, which heads may read. Raises EdgeInferError once this is closed."""
+        return self._open()
+
     def want(self, n_slots: int) -> tuple[SharedPool, _core.SequenceState, int]:
         """So many slots after n_past, as full_pool takes them."""
         return self._pool, self._open(), n_slots

@@ -30,7 +30,7 @@ from edgeinfer.backends.onnx.matrices import Constant, Floats, part_of, weights_
 from edgeinfer.backends.onnx.operations import FLOAT, Operations
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.models import Attention, Dense, ModelSpec, attention_of, check_blocks, dense_of
-from edgeinfer.models.draft_head import FeatureProjection, GatedFusion, HeadSpec
+from edgeinfer.models.draft_head import FeatureProjection, GatedFusion, HeadSpec, title_of
 from edgeinfer.models.gguf import ModelFile
 
 HIDDEN = -30000.0  # an additive mask that half floats have too; exp of it is 0
@@ -80,7 +80,7 @@ def build_head(
     """
     front, decoder = spec.front, spec.decoder
     if not isinstance(front, GatedFusion):
-        raise UnsupportedModel(f"{head.path}: EAGLE-3 heads have no ONNX graph: run them on the native engine (-md)")
+        raise UnsupportedModel(f"{head.path}: {title_of(spec)} have no ONNX graph: run them on the native engine (-md)")
     check_blocks([("front", front)], OF_HEADS, "onnx", head.path)
     check_spec(decoder, head.path)
     assert target_spec.token_embd is not None

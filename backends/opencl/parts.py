@@ -22,7 +22,7 @@ from edgeinfer.models import (
     check_blocks,
     dense_of,
 )
-from edgeinfer.models.draft_head import GatedFusion, HeadSpec
+from edgeinfer.models.draft_head import GatedFusion, HeadSpec, title_of
 from edgeinfer.models.gguf import ModelFile
 
 TOP = 8  # candidates of a row that the device chooses from, and nodes in a level of a tree at most
@@ -56,8 +56,7 @@ def check_head(spec: HeadSpec, path: object) -> GatedFusion:
     """The front of a head. Raises UnsupportedModel for a head that does not run here."""
     front = spec.front
     if not isinstance(front, GatedFusion) or spec.features is not None:
-        kind = "draft heads that are fed by several layers" if isinstance(front, GatedFusion) else "EAGLE-3 heads"
-        raise UnsupportedModel(f"{path}: {kind} do not run on OpenCL: run them on the native engine (-md)")
+        raise UnsupportedModel(f"{path}: {title_of(spec)} do not run on OpenCL: run them on the native engine (-md)")
     check_blocks([("front", front)], FRONTS, "opencl", path)
     check_spec(spec.decoder, path)
     return front

@@ -29,6 +29,8 @@ class Output:
     # (n_taps, n, n_embd) float32, the residual stream after each tapped layer, or what the output matrix reads, as it
     # was asked for; or None
     hidden: HiddenStates | None = None
+    # (m, n_logits) int32, the tokens that these logits are of, where they are others in each row; or None
+    tokens: TokenIds | None = None
 
     @property
     def features(self) -> Features | None:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from edgeinfer.backends.base import DraftingHead, DraftingSession, HeadSession, Session
+from edgeinfer.backends.base import (
+    DraftingHead,
+    DraftingSession,
+    ExpertDeviceModel,
+    HeadSession,
+    Session,
+    TargetReader,
+)
 from edgeinfer.common.types import LogitsRows, Output
 from edgeinfer.models import ModelSpec
 from edgeinfer.models.draft_head import HeadSpec
@@ -53,15 +62,16 @@ def model_source(file: ModelFile, spec: ModelSpec, target: ModelFile, n_vocab: i
     return DraftSource(file, spec, make, lambda session: session, levels_of_model)
 
 
-def head_source(file: ModelFile, head: HeadSpec, n_vocab: int) -> DraftSource:
-    """A head for a target that has n_vocab tokens."""
+def head_source(file: ModelFile, head: HeadSpec, n_vocab: int, target: Session) -> DraftSource:
+    """A head for a target that has n_vocab tokens. target: a session of it, empty."""
 
     def make(
         session: HeadSession, costs: CostModel, on_device: DeviceDrafting[DraftingHead] | None
     ) -> ModelBasedDrafter:
         return HeadDrafter(session, head.draft_vocab, n_vocab, costs, head.taps, on_device)
 
-    return DraftSource(file, head, make, TimedHead, levels_of_head)
+    timed = partial(TimedReader, target) if head.reads_target else TimedHead
+    return DraftSource(file, head, make, timed, levels_of_head)
 
 
 class TimedHead:
@@ -83,6 +93,51 @@ class TimedHead:
     def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
         """See TimedSession."""
         return self._head.forward(tokens, np.ones((len(tokens), self.spec.n_embd), np.float32), logits=logits)
+
+
+class TimedReader:
+    """The same of a head that attends to what the target has read: a token more than n_past says."""
+
+    def __init__(self, target: Session, head: TargetReader) -> None:
+        self._target, self._head = target, head
+        self.spec = head.spec.decoder
+        self.n_ctx = min(head.n_ctx, target.n_ctx) - 1
+        self.n_batch = min(head.n_batch, target.n_batch)
+        head.follow(target)
+
+    @property
+    def n_past(self) -> int:
+        """See TimedSession."""
+        return max(0, self._target.n_past - 1)
+
+    def forward(self, tokens: Sequence[int], *, logits: LogitsRows = "last") -> Output:
+        """See TimedSession. Without logits it is a pass of the target, which makes keys and values."""
+        if not self._target.n_past:
+            self._read(tokens[:1])
+            self._target.commit([0])
+        if logits == ():
+            return self._read(tokens)
+        return self._head.forward(tokens, np.ones((len(tokens), self._head.spec.n_embd), np.float32), logits=logits)
+
+    def commit(self, path: ArrayLike) -> None:
+        """See TimedSession."""
+        if np.asarray(path).size:
+            self._target.commit(path)
+
+    def truncate(self, n_past: int) -> int:
+        """See TimedSession. It makes the target empty too."""
+        return self._target.truncate(n_past)
+
+    def _read(self, tokens: Sequence[int]) -> Output:
+        """A pass of the target that nobody watches."""
+        model = self._target.model
+        if not isinstance(model, ExpertDeviceModel):
+            return self._target.forward(tokens, logits=())
+        pass_hook, model.pass_hook = model.pass_hook, None
+        try:
+            return self._target.forward(tokens, logits=())
+        finally:
+            model.pass_hook = pass_hook
 
 
 class TimedLevels:

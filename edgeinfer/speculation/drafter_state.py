@@ -18,6 +18,7 @@ from edgeinfer.speculation.drafters.base import (
     FeatureDrafter,
     JointDrafter,
     ModelBasedDrafter,
+    TargetDrafter,
 )
 from edgeinfer.speculation.stats import StatsCounter
 from edgeinfer.speculation.throughput import chain_rate, overlapped_rate
@@ -71,6 +72,7 @@ class DrafterState:
         self.table = table
         self.model_based = drafter if isinstance(drafter, ModelBasedDrafter) else None
         self.feature_drafter = drafter if isinstance(drafter, FeatureDrafter) else None
+        self.target_drafter = drafter if isinstance(drafter, TargetDrafter) else None
         self.joint = drafter if isinstance(drafter, JointDrafter) and drafter.can_join else None
         self.background = drafter if isinstance(drafter, BackgroundDrafter) else None
         self.is_dropped = False  # for this request

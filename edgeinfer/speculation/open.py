@@ -7,12 +7,14 @@ from functools import partial
 
 from edgeinfer.backends.base import Session
 from edgeinfer.backends.native import (
+    NativeAssistantModel,
     NativeBackend,
     NativeHeadModel,
     NativeModel,
     NativeSession,
     best_isa,
     build_id,
+    load_assistant,
     load_head,
 )
 from edgeinfer.common import devices
@@ -102,7 +104,7 @@ def _open_file(
         return _open_placed(planned, source, on_cpu, device, costs)
     if spec is None or not isinstance(session, NativeSession):
         raise UnsupportedModel(f"{file.path}: heads draft for models of the native backend only")
-    source = head_source(file, spec, planned.n_vocab)
+    source = head_source(file, spec, planned.n_vocab, session)
     on_cpu = None if plan is None else partial(_open_head, source, spec, plan, session, device)
     return _open_placed(planned, source, on_cpu, device, costs)
 
@@ -164,14 +166,19 @@ def _open_head(
     source: DraftSource, spec: HeadSpec, plan: MemoryPlan, target: NativeSession, device: Device
 ) -> ModelBasedDrafter:
     """The head on the CPU, its weights in memory; embeddings and threads are the target's."""
-    head = load_head(source.file, spec, target.model, plan, device)
+    load = load_assistant if spec.reads_target else load_head
+    head = load(source.file, spec, target.model, plan, device)
     # A block of the target's own file, whose costs are others than the target's.
     facts = () if is_draft_head(source.file) else (OWN_BLOCK, len(spec.draft_vocab))
     return _drafter_of(source, head, plan, device, *facts)
 
 
 def _drafter_of(
-    source: DraftSource, model: NativeModel | NativeHeadModel, plan: MemoryPlan, device: Device, *facts: object
+    source: DraftSource,
+    model: NativeModel | NativeHeadModel | NativeAssistantModel,
+    plan: MemoryPlan,
+    device: Device,
+    *facts: object,
 ) -> ModelBasedDrafter:
     """The drafter of a model or a head, which is closed if that fails."""
     try:

@@ -200,6 +200,8 @@ class Speculator:
             state.table.start_request()
             if not state.is_dropped:
                 with state.guarded(stats):
+                    if state.target_drafter is not None:
+                        state.target_drafter.follow(text.session)
                     state.drafter.start(context)
             state.start_request(verify_ms[1])
         if logits is not None:

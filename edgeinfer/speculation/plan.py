@@ -314,8 +314,8 @@ def _head_parts(
     """The plan of a head on the CPU, and bytes of its drafter."""
     own = plan_head(file, head, _sizes_on_cpu(plan, n_threads).with_batch(_HEAD_BATCH))
     n_rows = 0 if head.features is None else head.features.n_rows
-    sizes = plan.n_ctx, plan.n_batch, head.decoder.n_embd, n_vocab, n_rows, head.decoder.n_logits
-    extra = HeadDrafter.memory(*sizes, plan.n_sequences)
+    sizes = plan.n_ctx, plan.n_batch, head.n_embd, n_vocab, n_rows, head.n_logits
+    extra = HeadDrafter.memory(*sizes, plan.n_sequences, head.reads_target)
     extra["rows"] += kept_bytes(head)
     return own, extra
 

@@ -58,6 +58,11 @@ _EXPERTS = ExpertNames(
 def _check(model: Model) -> None:
     if not 0 <= _n_shared(model) < model.n_layers:
         model.refuse("num_kv_shared_layers", f"must leave layers with keys of their own: found {_n_shared(model)}")
+    check_layers(model)
+
+
+def check_layers(model: Model) -> None:
+    """Raises UnsupportedModel for kinds of layers, or rotations, that a file cannot have."""
     if model.config.flag("enable_moe_block", False) != (model.n_experts > 0):
         model.refuse("enable_moe_block", f"must be true where there are experts, and only there: {model.n_experts} are")
     if model.rope.kind != "proportional":
@@ -100,7 +105,8 @@ def _global_head_dim(model: Model) -> int:
     return _of_full(model, "head_dim", "global_head_dim") or _GLOBAL_HEAD_DIM
 
 
-def _keys(model: Model) -> Keys:
+def keys_of_layers(model: Model) -> Keys:
+    """Keys beyond those that most architectures have."""
     config, windowed, full = model.config, _is_windowed(model), _global_head_dim(model)
     keys: Keys = {
         "attention.sliding_window": config.integer("sliding_window"),
@@ -141,7 +147,7 @@ def _n_inputs(model: Model) -> int:
 
 
 def _special(model: Model) -> list[SourceTensor]:
-    found = [rows.of_array("rope_freqs.weight", _factors(model))]
+    found = [rows.of_array("rope_freqs.weight", factors(model))]
     for layer in range(model.n_layers):
         found += _of_layer(model, layer)
     if _n_inputs(model):
@@ -153,8 +159,8 @@ def _special(model: Model) -> list[SourceTensor]:
     return found
 
 
-def _factors(model: Model) -> np.ndarray:
-    """1 for the pairs that turn, as in transformers."""
+def factors(model: Model) -> np.ndarray:
+    """What frequencies of large heads are divided by: 1 for the pairs that turn, as in transformers."""
     n_pairs, head_dim = _global_head_dim(model) // 2, _global_head_dim(model)
     return np.where(np.arange(n_pairs) < int(model.rope.share * head_dim // 2), 1.0, _STOPPED)
 
@@ -221,7 +227,7 @@ RECIPES = (
         part_rotated=True,
         cuts_vocabulary=True,
         check=_check,
-        keys=_keys,
+        keys=keys_of_layers,
         pre="gemma4",
     ),
 )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgeinfer.backends.head_weights import read_head_beside
-from edgeinfer.backends.native import load_head, plan_head
+from edgeinfer.backends.native import load_assistant, load_head, plan_head
 from edgeinfer.backends.native.model import NativeModel
 from edgeinfer.common import devices
 from edgeinfer.common.errors import BudgetExceeded, NumericalError
 from edgeinfer.common.settings import LoadSettings
-from edgeinfer.common.types import Device, Features
+from edgeinfer.common.types import Device, Features, MemoryPlan, Output
 from edgeinfer.exporters.calibration.running import N_BATCH, Logits, check_logits, native_model
 from edgeinfer.exporters.calibration.texts import check_tokens
 from edgeinfer.exporters.checks.comparison import N_TEXT, Checked
@@ -66,9 +67,11 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
     Raises UnsupportedModel for a head of another target.
     """
     spec = read_head_beside(head, target, read_spec(target))
-    rows, chosen = target_rows(model, tokens, spec)
     n_threads, n = devices.default_n_threads(), len(tokens) - 1
-    plan = plan_head(head, spec, LoadSettings(n, n_batch=N_BATCH, n_threads=n_threads))
+    plan = plan_head(head, spec, LoadSettings(len(tokens), n_batch=N_BATCH, n_threads=n_threads))
+    if spec.reads_target:
+        return _drafted_while_reading(head, spec, model, tokens, plan)
+    rows, chosen = target_rows(model, tokens, spec)
     opened = load_head(head, spec, model, plan, Device(n_threads))
     found = []
     try:
@@ -81,10 +84,49 @@ def drafted(head: ModelFile, target: ModelFile, model: NativeModel, tokens: list
             session.commit(range(last - first) if spec.decoder.n_layers else ())
     finally:
         opened.close()
-    logits = np.concatenate(found)
+    logits = _numbers(np.concatenate(found), head)
+    return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])), features)
+
+
+def _drafted_while_reading(
+    head: ModelFile, spec: HeadSpec, model: NativeModel, tokens: Sequence[int], plan: MemoryPlan
+) -> Drafted:
+    """The same of a head that attends to what its target has read, token by token."""
+    opened = load_assistant(head, spec, model, plan, Device(devices.default_n_threads()))
+    session, reader = model.session(len(tokens)), opened.session()
+    found, chosen, features = [], [], []
+    try:
+        reader.follow(session)
+        for token, after in pairwise(tokens):
+            out = session.forward([token], hidden=True)
+            assert out.hidden is not None
+            session.commit([0])
+            features.append(out.hidden[0, 0].copy())
+            found.append(_of_all_tokens(reader.forward([after], out.hidden[0]), spec))
+            chosen.append(int(check_logits(out.logits)[0].argmax()))
+        chosen.append(int(check_logits(session.forward(tokens[-1:]).logits)[0].argmax()))
+    finally:
+        session.close()
+        opened.close()
+    logits = _numbers(np.stack(found), head)
+    return Drafted(logits, float(np.mean(logits.argmax(axis=1) == chosen[1:])), np.stack(features))
+
+
+def _of_all_tokens(out: Output, spec: HeadSpec) -> NDArray[np.float32]:
+    """(n_vocab,) logits of a row; tokens of clusters that were not looked at come after all others."""
+    row: NDArray[np.float32] = out.logits[0]
+    if out.tokens is None:
+        return row.copy()
+    logits = np.full(spec.decoder.n_vocab, row.min() - 1, dtype=np.float32)
+    logits[out.tokens[0]] = row
+    return logits
+
+
+def _numbers(logits: Logits, head: ModelFile) -> Logits:
+    """Raises NumericalError for logits that are none."""
     if not np.isfinite(logits).all():
         raise NumericalError(f"what {head.path} drafts has logits that are not numbers: it is damaged")
-    return Drafted(logits, float(np.mean(spec.draft_vocab[logits.argmax(axis=1)] == chosen[1:])), features)
+    return logits
 
 
 def target_rows(model: NativeModel, tokens: Sequence[int], spec: HeadSpec) -> tuple[Features, NDArray[np.int64]]:

@@ -29,7 +29,7 @@ from edgeinfer.exporters.gguf.writer import Layout, Tensor, layout
 from edgeinfer.exporters.manifest import record, sha256_of, tool_version
 from edgeinfer.exporters.request import ExportTarget, Plan, PlannedTensor, Progress, Request, Result, TypeChoice
 from edgeinfer.exporters.source import GgufSource, Source, SourceTensor, open_source
-from edgeinfer.models.draft_head import HEADS
+from edgeinfer.models.draft_head import ASSISTANT, HEADS
 from edgeinfer.models.formats import check_type
 from edgeinfer.models.gguf import GGMLType, MetadataValue
 
@@ -197,6 +197,11 @@ def _check_measured(source: Source, request: Request) -> None:
     """Raises InvalidArgument for a drafter that would have to be measured as a model is."""
     if request.imatrix == AUTO and _is_head(source):
         raise InvalidArgument(f"{request.source}: --imatrix auto measures whole models, not draft heads")
+    if _is_auto(request) and source.metadata.get("general.architecture") == ASSISTANT:
+        raise InvalidArgument(
+            f"{request.source} is an assistant of a Gemma 4, for which --type auto has no measurement: name a type, "
+            "such as q8_0"
+        )
     if _is_auto(request) and _target_of(request) is None and (_is_head(source) or _is_cut(source)):
         what = "a draft head" if _is_head(source) else "a model with --draft-vocab"
         raise InvalidArgument(

@@ -12,22 +12,19 @@ import math
 from collections.abc import Set
 from dataclasses import replace
 
-from edgeinfer.models import rope
 from edgeinfer.models.expert_reader import ExpertReader, ExpertRecipe
+from edgeinfer.models.gemma4_layers import PERIOD, attention_by_kind, dense_network, scale_of_layer
 from edgeinfer.models.reader import ROPE_FREQS, Architecture, Reader
 from edgeinfer.models.spec import (
     Attention,
-    Dense,
     Experts,
     FeedForward,
     Layer,
     LayerEnd,
     LayerInputs,
     ModelSpec,
-    RopeSpec,
 )
 
-PERIOD = 6  # the last of which sees everything, where the file does not say it
 _EXPERTS = ExpertRecipe(n_ff="own", n_ff_shared="length or whole", is_normalised=True, activation="gelu_tanh")
 
 
@@ -36,7 +33,7 @@ def _layers(reader: Reader) -> tuple[Layer, ...]:
     n_embd = reader.integer("embedding_length", 1, 1 << 20)
     windowed = reader.windowed(PERIOD)
     producers = _producers(reader, windowed)
-    attention = _attention_by_kind(reader, n_embd)
+    attention = attention_by_kind(reader, n_embd)
     n_kv_heads = reader.of_layers("attention.head_count_kv", 1, 1 << 14)
     has_experts = bool(reader.file.metadata.get(f"{reader.architecture_name}.expert_count"))
     experts = ExpertReader(_EXPERTS, reader, n_embd) if has_experts else None
@@ -46,7 +43,7 @@ def _layers(reader: Reader) -> tuple[Layer, ...]:
         of = index if producers[index] is None else producers[index]
         assert of is not None
         mixer = _of_layer(reader, attention[windowed[index]], index, of, n_kv_heads[of])
-        ffn = _dense(index, n_embd, n_ff[index]) if experts is None else _experts(reader, experts, index)
+        ffn = dense_network(index, n_embd, n_ff[index]) if experts is None else _experts(reader, experts, index)
         layers.append(Layer(mixer, ffn, _end(reader, index, n_embd)))
     return tuple(layers)
 
@@ -59,44 +56,6 @@ def _producers(reader: Reader, windowed: list[bool]) -> list[int | None]:
         kind = "a window" if True in missing else "no window"
         reader.refuse("attention.shared_kv_layers", f"leaves no layer with {kind} whose keys others could read")
     return [None] * n_own + [last[kind] for kind in windowed[n_own:]]
-
-
-def _attention_by_kind(reader: Reader, n_embd: int) -> dict[bool, Attention]:
-    """What the layers with a window (True) have in common, and the others. Tensors are those of layer 0."""
-    n_heads = reader.integer("attention.head_count", 1, 1 << 14)
-    window = reader.integer("attention.sliding_window", 1, 1 << 30)
-    found = {}
-    for is_windowed, ending in ((False, ""), (True, "_swa")):
-        head_dim = reader.integer(f"attention.key_length{ending}", 2, 1 << 14)
-        for key in (f"attention.value_length{ending}", f"rope.dimension_count{ending}"):
-            if reader.integer(key, 2, 1 << 14, default=head_dim) != head_dim or head_dim % 2:
-                reader.refuse(key, f"must equal the key length {head_dim}, which must be even")
-        found[is_windowed] = Attention(
-            n_embd=n_embd,
-            n_in=n_embd,
-            n_heads=n_heads,
-            n_kv_heads=1,
-            head_dim=head_dim,
-            scale=1.0,
-            q="",
-            k="",
-            v="",
-            output="",
-            rope=_rope(reader, head_dim, is_windowed),
-            window=window if is_windowed else None,
-            qk_norm="per_head",
-            normed_values=True,
-        )
-    return found
-
-
-def _rope(reader: Reader, head_dim: int, is_windowed: bool) -> RopeSpec:
-    """The rotation of a kind of layer. rope_freqs.weight is of those that see everything."""
-    base = reader.rope_base()
-    if is_windowed:
-        base = reader.number("rope.freq_base_swa", 1.0, 1e15, default=base)
-    plain = RopeSpec("halves", head_dim, tuple(rope.inverse_frequencies(base, head_dim)))
-    return plain if is_windowed else reader.with_factors(plain)
 
 
 def _of_layer(reader: Reader, common: Attention, index: int, producer: int, n_kv_heads: int) -> Attention:
@@ -123,20 +82,6 @@ def _of_layer(reader: Reader, common: Attention, index: int, producer: int, n_kv
     )
 
 
-def _dense(index: int, n_embd: int, n_ff: int) -> FeedForward:
-    prefix = f"blk.{index}."
-    return Dense(
-        n_embd=n_embd,
-        n_ff=n_ff,
-        gate=f"{prefix}ffn_gate.weight",
-        up=f"{prefix}ffn_up.weight",
-        down=f"{prefix}ffn_down.weight",
-        activation="gelu_tanh",
-        norm=f"{prefix}ffn_norm.weight",
-        post_norm=f"{prefix}post_ffw_norm.weight",
-    )
-
-
 def _experts(reader: Reader, experts: ExpertReader, index: int) -> FeedForward:
     """The dense network is the one that all tokens share."""
     prefix = f"blk.{index}."
@@ -157,12 +102,11 @@ def _experts(reader: Reader, experts: ExpertReader, index: int) -> FeedForward:
 
 def _end(reader: Reader, index: int, n_embd: int) -> LayerEnd | None:
     prefix, n_inputs = f"blk.{index}.", _n_inputs(reader)
-    scale = f"{prefix}layer_output_scale.weight"
-    end = LayerEnd(n_embd, scale=scale if scale in reader.file.tensors else None)
+    end = scale_of_layer(reader, index, n_embd)
     if not n_inputs:
-        return end if end.scale else None
+        return end
     return replace(
-        end,
+        end or LayerEnd(n_embd),
         n_inputs=n_inputs,
         gate=f"{prefix}inp_gate.weight",
         projection=f"{prefix}proj.weight",

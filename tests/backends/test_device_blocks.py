@@ -149,7 +149,7 @@ def test_each_layer_has_its_own_heads_rotation_window_and_activation(
 def test_both_kinds_of_block_are_known_in_all_their_fields_but_some(kind: Kind) -> None:
     gates = {"output_gate", "gate", "gate_function"}
     unknown = {
-        Attention: {"sinks", *gates, "post_norm_epsilon", "normed_values", "kv_of"},
+        Attention: {"sinks", *gates, "post_norm_epsilon", "normed_values", "kv_of", "of_target"},
         Dense: {"post_norm_epsilon"},
     }
     for block, others in unknown.items():

@@ -22,7 +22,7 @@ LAYERS: list[tuple[str, list[set[str]]]] = [
             | {"models.output_machines", "models.tool_calls", "models.call_syntax", "models.call_formats"},
             {"models.formats"},
             {"models.spec", "models.rope", "models.key_reader", "models.expert_reader", "models.reader"}
-            | {"models.draft_vocab", "models.draft_head", "models.nextn"},
+            | {"models.draft_vocab", "models.draft_head", "models.nextn", "models.gemma4_layers"},
             {"record_cache"},
         ],
     ),

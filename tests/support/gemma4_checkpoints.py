@@ -10,6 +10,7 @@ from hybrid_checkpoints import Checkpoint, Floats
 from numpy.typing import NDArray
 from parts import missing
 
+from edgeinfer.models.draft_head import CENTROIDS, CENTROIDS_USED, ORDERING
 from edgeinfer.models.gguf import ModelFile
 
 # Modules of a layer by the names that GGUF has for them.
@@ -128,4 +129,83 @@ class Gemma4Checkpoint(Checkpoint):
                 for of, name in _LAYER.items()
                 if self.has(prefix + of)
             }
+        return found
+
+
+def assistant_outputs(
+    file: ModelFile, inputs: Floats, position: int, keys_values: dict[bool, tuple[Floats, Floats]]
+) -> tuple[Floats, Floats]:
+    """Logits (n_vocab,) and the next hidden state of transformers with the weights of an assistant's file.
+
+    inputs: (2 n_target,), the embedding of a token and the hidden state that comes with it.  keys_values: (n, heads,
+    numbers) each of the target, by whether a layer has a window.
+    """
+    if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+        missing("transformers", "transformers and torch are not installed: pip install torch transformers")
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    checkpoint = AssistantCheckpoint(file)
+    text = transformers.Gemma4TextConfig(attn_implementation="eager", **checkpoint.config())
+    config = transformers.Gemma4AssistantConfig(
+        text_config=text, attn_implementation="eager", **checkpoint.config_of_assistant()
+    )
+    model = transformers.Gemma4AssistantForCausalLM(config).float().eval()
+    weights = {name: torch.tensor(np.ascontiguousarray(each)) for name, each in checkpoint.weights().items()}
+    found = model.load_state_dict(weights, strict=False)
+    assert set(found.missing_keys) <= {"lm_head.weight"} and not found.unexpected_keys, found
+    model.lm_head.weight = model.model.embed_tokens.weight
+    states = {
+        "sliding_attention" if windowed else "full_attention": tuple(
+            torch.tensor(each.transpose(1, 0, 2)[None].astype(np.float32)) for each in both
+        )
+        for windowed, both in keys_values.items()
+    }
+    with torch.no_grad():
+        out = model(
+            inputs_embeds=torch.tensor(inputs[None, None]),
+            position_ids=torch.tensor([[position]]),
+            shared_kv_states=states,
+            attention_mask=torch.ones(1, position + 1, dtype=torch.long),
+        )
+    return np.asarray(out.logits[0, 0]), np.asarray(out.last_hidden_state[0, 0])
+
+
+class AssistantCheckpoint(Gemma4Checkpoint):
+    """The same of an assistant."""
+
+    def config(self) -> dict[str, Any]:
+        """Arguments of Gemma4TextConfig."""
+        windowed, counts = self.key("attention.sliding_window_pattern"), self.key("attention.head_count_kv")
+        of_full = counts[windowed.index(False)]
+        return super().config() | {
+            "attention_k_eq_v": True,  # so that it looks at the heads of layers that see everything
+            "num_global_key_value_heads": of_full,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "final_logit_softcapping": None,
+        }
+
+    def key(self, name: str) -> Any:
+        return None if name == "final_logit_softcapping" else super().key(name)
+
+    def config_of_assistant(self) -> dict[str, Any]:
+        """Arguments of Gemma4AssistantConfig beside that."""
+        found: dict[str, Any] = {"backbone_hidden_size": self.key("embedding_length_out")}
+        if self.has(CENTROIDS):
+            n_used = self.key(CENTROIDS_USED) if f"{self.architecture}.{CENTROIDS_USED}" in self.file.metadata else 32
+            n_clusters = self.file.tensors[CENTROIDS].shape[0]
+            found |= {"use_ordered_embeddings": True, "num_centroids": n_clusters}
+            found["centroid_intermediate_top_k"] = n_used
+        return found
+
+    def weights(self) -> dict[str, Any]:
+        """Tensors of Gemma4AssistantForCausalLM, by name."""
+        found: dict[str, Any] = dict(super().weights())
+        for name in ("pre_projection", "post_projection"):
+            found[f"{name}.weight"] = self.tensor(f"nextn.{name}.weight")
+        if self.has(CENTROIDS):
+            found["masked_embedding.centroids.weight"] = self.tensor(CENTROIDS)
+            found["masked_embedding.token_ordering"] = self.file.data(ORDERING).view("<i4").astype(np.int64)
         return found

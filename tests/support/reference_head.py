@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.checks import (
@@ -19,8 +19,10 @@ from edgeinfer.backends.checks import (
 )
 from edgeinfer.backends.in_turn import heads_in_turn
 from edgeinfer.backends.reference import (
+    LayerRows,
     ReferenceBackend,
     ReferenceDecoder,
+    ReferenceSession,
     SequenceState,
     known_blocks,
 )
@@ -28,8 +30,8 @@ from edgeinfer.backends.reference_math import Floats, rms_norm, scale, silu
 from edgeinfer.backends.reference_weights import Activations, Weights
 from edgeinfer.common.settings import LoadSettings
 from edgeinfer.common.types import Features, LogitsRows, MemoryPlan, MemoryUse, Output, TokenIds
-from edgeinfer.models import ModelSpec, TensorRef, check_blocks
-from edgeinfer.models.draft_head import ConcatenatedInput, GatedFusion, HeadSpec
+from edgeinfer.models import Attention, ModelSpec, TensorRef, check_blocks
+from edgeinfer.models.draft_head import ConcatenatedInput, GatedFusion, HeadSpec, TargetInput
 from edgeinfer.models.gguf import ModelFile
 
 
@@ -99,6 +101,8 @@ class ReferenceHeadModel(ReferenceDecoder):
         front = self.spec.front
         if isinstance(front, GatedFusion):
             return self._gated(front, f, e), None
+        if isinstance(front, TargetInput):
+            return self.linear(front.projection, None, np.concatenate([e, f], axis=1)), None
         normed = self.norm(front.feature_norm, f)
         inputs = np.concatenate([self.norm(front.token_norm, e), normed], axis=1)
         if not isinstance(front, ConcatenatedInput):
@@ -154,3 +158,59 @@ class ReferenceHead(SequenceState):
         out, tapped = self.model.run_layers(x, self, links, rows, (self.spec.feature_tap,), inputs)
         self._parents, self._tokens = links, np.concatenate([pending, ids])
         return Output(out, tapped)
+
+
+class ReferenceAssistant:
+    """See edgeinfer.backends.base.TargetReader: an assistant, which keeps nothing of a text."""
+
+    def __init__(self, model: ReferenceHeadModel, target: ReferenceSession) -> None:
+        self.model = model
+        self._target = target
+
+    @property
+    def spec(self) -> HeadSpec:
+        """See HeadSession.spec."""
+        return self.model.spec
+
+    @property
+    def n_past(self) -> int:
+        """Committed tokens of the target, which rows attend to. SequenceState of ReferenceDecoder.run_layers has it."""
+        return self._target.n_past
+
+    def rows(self, layer: int, paths: Sequence[NDArray[np.intp]], inputs: Floats | None) -> LayerRows:
+        """What rows see in a layer: not themselves. SequenceState of ReferenceDecoder.run_layers has it."""
+        mixer = self.spec.decoder.layers[layer].mixer
+        assert isinstance(mixer, Attention) and mixer.kv_of is not None
+        return self._target.rows(mixer.kv_of, [path[:-1] for path in paths], inputs)
+
+    def forward(self, tokens: ArrayLike, features: ArrayLike, *, logits: LogitsRows = "last") -> Output:
+        """See TargetReader.forward."""
+        ids = check_tokens(tokens, self.spec.decoder.n_vocab, 0, self._target.n_ctx)
+        rows = check_rows(logits, len(ids))
+        f = check_features(features, len(ids), self.spec.n_embd)
+        self.model.begin()
+        x, _ = self.model.fused(f, ids)
+        links = np.full(len(ids), -1, np.int32)
+        out, tapped = self.model.run_layers(x, self, links, rows, (self.spec.feature_tap,))  # type: ignore[arg-type]
+        assert self.spec.prediction is not None
+        predicted = self.model.linear(self.spec.prediction.matrix, None, tapped[0])[None]
+        clusters = self.spec.clusters
+        if clusters is None:
+            return Output(out, predicted)
+        scores = self.model.linear(clusters.centroids, None, tapped[0][rows])
+        best = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, : clusters.n_used], axis=1)
+        each = self.spec.decoder.n_logits // clusters.n_clusters
+        places = (best[:, :, None] * each + np.arange(each)).reshape(len(rows), -1)
+        return Output(np.take_along_axis(out, places, axis=1), predicted, self.spec.draft_vocab[places])
+
+
+def open_reference_assistant(
+    assistant: ModelFile,
+    spec: HeadSpec,
+    target: ModelFile,
+    session: ReferenceSession,
+    activations: Activations = "float32",
+) -> ReferenceAssistant:
+    """An assistant that reads a session of its target. The file of the assistant may be closed."""
+    opened = open_reference_head(assistant, spec, target, session.spec, session.n_ctx, activations)
+    return ReferenceAssistant(opened.model, session)

@@ -52,8 +52,8 @@ void init_experts(ExpertsConfig* experts, int n_ff, int n_experts, int n_used, R
 
 void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_heads, int head_dim, int rope,
                     int query_scales, int window, float soft_cap, QKNorm qk_norm, bool key_bias, OutputGate gate,
-                    bool gate_is_softplus, float post_norm_epsilon, bool normed_values, bool keys_are_values,
-                    int kv_of) {
+                    bool gate_is_softplus, float post_norm_epsilon, bool normed_values, bool keys_are_values, int kv_of,
+                    bool of_target) {
     if (n_in < 1 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || n_heads % n_kv_heads) {
         throw nb::value_error("sizes must be positive, and n_heads a multiple of n_kv_heads");
     }
@@ -64,10 +64,12 @@ void init_attention(AttentionConfig* attention, int n_in, int n_heads, int n_kv_
     if (post_norm_epsilon < 0) throw nb::value_error("post_norm_epsilon must not be negative");
     if (kv_of < -1 || (kv_of >= 0 && (qk_norm == QKNorm::Whole || key_bias)))
         throw nb::value_error("keys of another layer have no norm over all heads and no bias");
+    if (of_target && (kv_of < 0 || window == 1))
+        throw nb::value_error("of a target it reads a layer, of which a window sees more than the token itself");
     new (attention) AttentionConfig{n_in,         n_heads,          n_kv_heads,        head_dim,      rope,
                                     query_scales, window,           soft_cap,          qk_norm,       key_bias,
                                     gate,         gate_is_softplus, post_norm_epsilon, normed_values, keys_are_values,
-                                    kv_of};
+                                    kv_of,        of_target};
 }
 
 void init_latents(LatentConfig* latents, int n_heads, int n_plain, int n_turned, int n_latent, int n_value,
@@ -113,7 +115,7 @@ void check_rope(const DecoderConfig& config, int number, int head_dim) {
 
 // Keys and values of another layer are those of one before it, of the same sizes.
 void check_kv_of(const DecoderConfig& config, const AttentionConfig& attention) {
-    if (attention.kv_of < 0) return;
+    if (attention.kv_of < 0 || attention.of_target) return;
     const size_t of = static_cast<size_t>(attention.kv_of);
     const AttentionConfig* other = of < config.layers.size() ? config.layers[of].attention() : nullptr;
     KvSizes own = attention.state_sizes();
@@ -129,6 +131,9 @@ void add_layer(DecoderConfig& config, const MixerConfig& mixer, const FeedForwar
                       !std::holds_alternative<NoFeedForwardConfig>(config.layers.back().ffn))) {
         throw nb::value_error("what stands beside the mixer before it is attention, after a layer without a network");
     }
+    const bool of_target = layer.attention() && layer.attention()->of_target;
+    if (!config.layers.empty() && of_target != config.reads_target())
+        throw nb::value_error("all layers read those of a target, or none does");
     if (layer.attention()) {
         check_rope(config, layer.attention()->rope, layer.attention()->head_dim);
         check_kv_of(config, *layer.attention());
@@ -365,7 +370,8 @@ void bind_enums(nb::module_& m) {
         .value("none", FrontKind::None)
         .value("gated_fusion", FrontKind::GatedFusion)
         .value("concatenated_input", FrontKind::ConcatenatedInput)
-        .value("projected_input", FrontKind::ProjectedInput);
+        .value("projected_input", FrontKind::ProjectedInput)
+        .value("target_input", FrontKind::TargetInput);
 }
 
 void bind_blocks(nb::module_& m) {
@@ -373,7 +379,7 @@ void bind_blocks(nb::module_& m) {
         .def("__init__", &init_attention, nb::kw_only(), "n_in"_a, "n_heads"_a, "n_kv_heads"_a, "head_dim"_a, "rope"_a,
              "query_scales"_a, "window"_a, "soft_cap"_a, "qk_norm"_a, "key_bias"_a, "gate"_a = OutputGate::None,
              "gate_is_softplus"_a = false, "post_norm_epsilon"_a = 0.0f, "normed_values"_a = false,
-             "keys_are_values"_a = false, "kv_of"_a = -1);
+             "keys_are_values"_a = false, "kv_of"_a = -1, "of_target"_a = false);
     nb::class_<DeltaNetConfig>(m, "DeltaNetConfig", "A gated delta net; see edgeinfer.models.GatedDeltaNet.")
         .def("__init__", &init_delta_net, nb::kw_only(), "n_key_heads"_a, "n_value_heads"_a, "head_dim"_a, "n_conv"_a,
              "modulo"_a, "joint_steps"_a);
@@ -434,6 +440,23 @@ void bind_config(nb::module_& m) {
             },
             "n_inputs"_a, "projection_scale"_a, "table_scale"_a,
             "What each layer has for each token; see edgeinfer.models.LayerInputs.")
+        .def(
+            "set_target",
+            [](DecoderConfig& config, int n_target) {
+                if (n_target < 1) throw nb::value_error("n_target must be positive");
+                config.n_target = n_target;
+            },
+            "n_target"_a, "Numbers of the embeddings and features that FrontKind.target_input joins.")
+        .def(
+            "set_clusters",
+            [](DecoderConfig& config, int n, int n_used) {
+                if (n < 1 || n_used < 1 || n_used > n || config.n_logits % n)
+                    throw nb::value_error(
+                        "n clusters divide the rows of the output matrix, and n_used are some of them");
+                config.clusters = {n, n_used};
+            },
+            "n"_a, "n_used"_a, "Clusters of the rows of the output matrix; see edgeinfer.models.draft_head.Clusters.")
+        .def_prop_ro("reads_target", &DecoderConfig::reads_target)
         .def(
             "add_inputs",
             [](DecoderConfig& config, int format, int n_in) { config.inputs.add(packed_format(format, n_in), n_in); },

@@ -23,6 +23,11 @@ void init_decoder(Decoder* decoder, const DecoderConfig& config, const FrontConf
             throw nb::value_error("a layer has query scales that were not added");
         }
     }
+    if ((front.kind == FrontKind::TargetInput) != (config.n_target > 0) ||
+        (config.n_target && config.layer_inputs.n_inputs) ||
+        (config.clusters.n && (config.logit_scale != 1.0f || config.logit_soft_cap != 0.0f))) {
+        throw nb::value_error("n_target is of target_input, and logits of clusters are not changed");
+    }
     new (decoder) Decoder(config, front, kernels_of(isa), std::move(threads), std::move(weights), std::move(experts));
 }
 
@@ -89,6 +94,21 @@ bool interruptible(const Run& run) {
 
 std::span<const int32_t> span_of(const Ints& ints) { return {ints.data(), ints.size()}; }
 
+// Whether n rows can run after n_pending pending ones of a sequence; of one that is read, there must be something.
+bool has_place(const DecoderConfig& config, const SequenceState& state, int n_pending, int n) {
+    if (!config.fits(state.sizes()) || n < 1 || n_pending < 0) return false;
+    if (config.reads_target()) return n_pending == 0 && state.n_past() > 0 && state.n_past() < state.n_ctx();
+    const int n_slots = state.n_past() + n_pending + n;
+    return n_slots <= state.n_ctx() && state.has_room(n_slots);
+}
+
+// Whether features are (n, n_feature), for a decoder with a front, and absent for others.
+bool fit_features(const Decoder& decoder, const std::optional<Features>& features, size_t n) {
+    if (!features) return !decoder.has_front();
+    const size_t n_feature = static_cast<size_t>(decoder.config().n_feature());
+    return decoder.has_front() && features->shape(0) == n && features->shape(1) == n_feature;
+}
+
 // The rows of a sequence in a pass: (state, tokens, parents, n_pending, layers, taps, tap_row, features). taps:
 // (n_taps, any, n_embd); those of the rows are written from tap_row on.
 using SequenceArguments = std::tuple<SequenceState*, Ints, Ints, int, Ints, Taps, int, std::optional<Features>>;
@@ -98,11 +118,9 @@ SequenceRows sequence_rows(const Decoder& decoder, const SequenceArguments& argu
     const DecoderConfig& config = decoder.config();
     const int n = static_cast<int>(tokens.size()), n_taps = static_cast<int>(layers.size());
     const size_t n_embd = static_cast<size_t>(config.n_embd);
-    if (!state || !config.fits(state->sizes()) || n < 1 || n_pending < 0 ||
-        parents.size() != tokens.size() + static_cast<size_t>(n_pending) ||
-        state->n_past() + n_pending + n > state->n_ctx() || !state->has_room(state->n_past() + n_pending + n) ||
-        taps.shape(0) < layers.size() || decoder.has_front() != features.has_value() ||
-        (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
+    if (!state || !has_place(config, *state, n_pending, n) ||
+        parents.size() != tokens.size() + static_cast<size_t>(n_pending) || taps.shape(0) < layers.size() ||
+        !fit_features(decoder, features, tokens.size()) ||
         (n_taps && (taps.shape(2) != n_embd || tap_row < 0 || taps.shape(1) < static_cast<size_t>(tap_row + n)))) {
         throw nb::value_error("forward: arguments do not fit together");
     }
@@ -141,7 +159,7 @@ bool forward(Decoder& decoder, const std::vector<SequenceArguments>& sequences, 
     }
     const int n_rows = static_cast<int>(rows.size());
     if (n < 1 || n > config.n_batch || n_rows > n || logits.shape(0) != rows.size() ||
-        logits.shape(1) != static_cast<size_t>(config.n_logits)) {
+        logits.shape(1) != static_cast<size_t>(config.n_row_logits())) {
         throw nb::value_error("forward: arguments do not fit together");
     }
     for (int i = 0; i < n_rows; i++) {
@@ -188,10 +206,8 @@ bool Lists::read(const Decoder& decoder, const ListArguments& arguments) {
     const int n = static_cast<int>(tokens.size()), n_pending = static_cast<int>(links.size());
     for (int i = 0; parents.is_none() && i < n; i++) links.push_back(n_pending + i - 1);
     if (!parents.is_none() && !read_ints(parents, links)) return false;
-    const int n_slots = state->n_past() + n_pending + n;
-    if (!config.fits(state->sizes()) || n < 1 || links.size() != static_cast<size_t>(n_pending + n) ||
-        n_slots > state->n_ctx() || !state->has_room(n_slots) || decoder.has_front() != features.has_value() ||
-        (features && (features->shape(0) != tokens.size() || features->shape(1) != n_embd)) ||
+    if (!has_place(config, *state, n_pending, n) || links.size() != static_cast<size_t>(n_pending + n) ||
+        !fit_features(decoder, features, tokens.size()) ||
         (n_taps &&
          (!taps || taps->shape(0) != n_taps || taps->shape(1) != tokens.size() || taps->shape(2) != n_embd))) {
         return false;
@@ -227,7 +243,7 @@ std::optional<bool> forward_lists(Decoder& decoder, const std::vector<ListArgume
         n += of.n;
         all.push_back(of);
     }
-    if (all.empty() || logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_logits))
+    if (all.empty() || logits.shape(0) != rows.size() || logits.shape(1) != static_cast<size_t>(config.n_row_logits()))
         return std::nullopt;
     const uint64_t interrupts = decoder.interrupts();
     const int n_rows = static_cast<int>(rows.size());
@@ -393,6 +409,8 @@ void bind_decoder(nb::module_& m) {
         .def("routing", &routing,
              "The experts that the rows of the last pass chose, (n_layers, n_rows, n_used); -1 in layers without "
              "experts.")
+        .def("clusters", &Decoder::clusters, nb::call_guard<ReleasedGil>(),
+             "The clusters whose logits the requested rows of the last pass have, row after row.")
         .def("record_inputs", &Decoder::record_inputs, "is_on"_a, nb::call_guard<ReleasedGil>(),
              "From the next pass on, sum the squares of what matrices read, or no longer.")
         .def("input_squares", &input_squares,

@@ -211,6 +211,12 @@ void SequenceState::begin(const int32_t* parents, int n_pending, int n) {
     for (RecurrentState* state : recurrences_) state->begin(parents, n_pending, n);
 }
 
+bool SequenceState::begin_reading() {
+    const std::lock_guard<std::mutex> lock(pool_->mutex_);
+    is_running_ = true;
+    return !is_closed_;
+}
+
 void SequenceState::end_pass() {
     const std::lock_guard<std::mutex> lock(pool_->mutex_);
     is_running_ = false;

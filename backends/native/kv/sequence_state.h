@@ -100,6 +100,10 @@ public:
     // The pass has ended, or has not begun.
     void end_pass();
 
+    // Another decoder reads what is committed: until end_reading, close keeps it. Gives false once it was closed.
+    bool begin_reading();
+    void end_reading() { end_pass(); }
+
 private:
     friend class SequencePool;
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from edgeinfer.backends.base import Rows
+from edgeinfer.backends.base import Rows, Session
 from edgeinfer.common.types import Features, Logits, MemoryUse, Output
 from edgeinfer.sampling import SamplingParams
 from edgeinfer.speculation.timeline import Timeline
@@ -169,6 +169,15 @@ class FeatureDrafter(ModelBasedDrafter, Protocol):
         Called for each chunk of a prompt before `start`, and for the accepted tokens of a step before `observe`. The
         drafter may copy them. There are none for a prefix that the target took from its KV cache.
         """
+        ...
+
+
+@runtime_checkable
+class TargetDrafter(Drafter, Protocol):
+    """A drafter that may read what the target keeps of the text, beside what it is shown."""
+
+    def follow(self, session: Session) -> None:
+        """A text begins, in that session of the target; called before `start`."""
         ...
 
 

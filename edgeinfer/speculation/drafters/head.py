@@ -4,6 +4,9 @@ The head's KV cache holds only rows computed from the target's features; rows of
 features, are dropped after it. So each token of the text passes through the head once, with the feature of the step
 that accepted it. From there the tree grows level by level: the most probable nodes of a level in one pass (EAGLE-2, Li
 et al., arXiv:2406.16858). A device that drafts by itself makes all levels in one call where that is cheaper.
+
+A head that reads the target's keys and values has no cache: each row is one of the text's end, and only the feature of
+the last token is kept.
 """
 
 from __future__ import annotations
@@ -11,21 +14,22 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.backends.base import DraftingHead, HeadSession, JointHeadModel, Rows
+from edgeinfer.backends.base import DraftingHead, HeadSession, JointHeadModel, Rows, Session, TargetReader
 from edgeinfer.common.errors import CacheFull, Interrupted, NumericalError, ShapeError
 from edgeinfer.common.overriding import override
 from edgeinfer.common.types import Features, Logits, Nodes, Output
 from edgeinfer.speculation.cost import MAX_TOKENS, CostModel
-from edgeinfer.speculation.drafters.base import Context, Drafting, JointDrafter, held_by
+from edgeinfer.speculation.drafters.base import Context, Drafting, JointDrafter, TargetDrafter, held_by
 from edgeinfer.speculation.drafters.candidates import draft_candidates, greedy_candidates
 from edgeinfer.speculation.drafters.device_drafting import DeviceDrafting, close_drafter
 from edgeinfer.speculation.drafters.growing_tree import GrowingTree, Node
 from edgeinfer.speculation.drafters.joint import draft_alone
-from edgeinfer.speculation.drafters.known_text import SEGMENT, FeatureMemory, KnownText, n_segments_of
+from edgeinfer.speculation.drafters.known_text import SEGMENT, FeatureMemory, KnownText, LastKnown, n_segments_of
 from edgeinfer.speculation.tree import DraftTree, no_draft
 
 _WIDTH = 4  # most nodes of a level that get children
@@ -35,13 +39,20 @@ DEFAULT_WIDTH = 2  # nodes of a usual level, and of each level that a device mak
 _FEW_ROWS, _COLD_RATE = 8, 0.05
 
 
-class HeadDrafter(JointDrafter):
+class _Guess(NamedTuple):
+    """What a head gives after a row."""
+
+    logits: Logits  # (n,), of tokens that exist
+    ids: NDArray[np.intp]  # (n,) these tokens; ascending where they are the same after every row
+
+
+class HeadDrafter(JointDrafter, TargetDrafter):
     """A draft head, its KV cache, and the target's features of the text. It owns the session and its model; those for
     other texts own their session.
 
     n_vocab: size of the target's vocabulary.  draft_vocab, taps: see HeadSpec.  device_drafting: of that session, with
-    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.  memory: for features, that of the first drafter of
-    the head, which all its texts share; None for that first one.
+    levels of DEFAULT_WIDTH nodes, if its device drafts by itself.  first: the first drafter of the head, whose memory
+    for features all its texts share; None for that first one.
     """
 
     name = "head"
@@ -54,10 +65,10 @@ class HeadDrafter(JointDrafter):
         costs: CostModel,
         taps: bool | tuple[int, ...] = True,
         device_drafting: DeviceDrafting[DraftingHead] | None = None,
-        memory: FeatureMemory | None = None,
+        first: HeadDrafter | None = None,
     ) -> None:
         self.session = session
-        self._is_first = memory is None  # it has the model, which those for other texts share
+        self._is_first = first is None  # it has the model, which those for other texts share
         self._is_alone = True  # the draft that is made is that of one text
         self.taps = taps
         self._n_vocab = n_vocab
@@ -72,11 +83,18 @@ class HeadDrafter(JointDrafter):
         self._logits = np.full(n_vocab, -np.inf, dtype=np.float32)  # tokens outside draft_vocab are never sampled
         # The text whose features are known. Row i of the KV cache is that of position `start` + i, rotated as that of
         # position i: attention depends on differences of positions only.
-        if memory is None:
-            memory = FeatureMemory(session.n_ctx, session.spec.n_embd, _n_texts(session))
-        self._known = KnownText(memory, lambda: self.session.truncate(0))
+        self._keeps_rows = session.spec.keeps_rows
+        self._known: KnownText | LastKnown
+        if isinstance(session, TargetReader):
+            self._known = LastKnown(session.spec.n_embd)
+        else:
+            of_first = None if first is None else first._known
+            memory = of_first.memory if isinstance(of_first, KnownText) else None
+            memory = memory or FeatureMemory(session.n_ctx, session.spec.n_embd, _n_texts(session))
+            self._known = KnownText(memory, lambda: self.session.truncate(0))
         self._text: Sequence[int] = ()  # the list that it came in
-        self._last: tuple[Features, Logits] | None = None  # predicted feature and logits of the last row of the cache
+        # predicted feature of the last row of the text, and what the head gives after it
+        self._last: tuple[Features, _Guess] | None = None
 
     @staticmethod
     def memory(
@@ -87,22 +105,29 @@ class HeadDrafter(JointDrafter):
         n_rows: int = 0,
         n_logits: int | None = None,
         n_texts: int = 1,
+        reads_target: bool = False,
     ) -> dict[str, int]:
         """Bytes of features (of all texts and of a batch), and of rows: for each text a level, the logits of one pass
         and of the last row, and the logits over the whole vocabulary.
 
         n_rows: numbers that a feature is projected from, the rows of the target's layers; 0 without a projection.
-        n_logits: of the head, None for all tokens.
+        n_logits: of the head, None for all tokens.  reads_target: of a text one feature is kept, and with the logits of
+        two passes, which take turns, come their tokens.
         """
-        n_positions = SEGMENT * n_segments_of(n_ctx, n_texts)
+        n_positions = n_texts if reads_target else SEGMENT * n_segments_of(n_ctx, n_texts)
         features = 4 * ((n_positions + n_batch) * n_embd + 2 * n_batch * n_rows)
-        of_pass = (1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
+        of_pass = (3 * _WIDTH if reads_target else 1 + _WIDTH) * (n_vocab if n_logits is None else n_logits)
         return {"features": features, "rows": 4 * n_texts * (_WIDTH * n_embd + n_vocab + of_pass)}
+
+    @override
+    def follow(self, session: Session) -> None:
+        if isinstance(self.session, TargetReader):
+            self.session.follow(session)
 
     @override
     def start(self, context: Context) -> None:
         """See Drafter. The features of the prompt have been observed."""
-        self._known.memory.set_idle(self._known, False)
+        self._known.set_idle(False)
         if self._known.tokens == context.tokens:
             self._text = context.tokens
 
@@ -110,7 +135,7 @@ class HeadDrafter(JointDrafter):
         """See FeatureDrafter. Without features before `first`, the head starts there with a shorter context."""
         features = self.session.combine(features)
         known, last = self._known, first + len(features)
-        known.memory.set_idle(known, False)
+        known.set_idle(False)
         is_continued = text is self._text and first == len(known.tokens)  # a text only grows: nothing to compare
         if not is_continued:
             if not known.start < first <= len(known.tokens) or known.tokens[:first] != list(text[:first]):
@@ -145,8 +170,8 @@ class HeadDrafter(JointDrafter):
     def beside(self) -> HeadDrafter | None:
         if not self.can_join:
             return None
-        session, memory = self.session.model.session(), self._known.memory
-        return HeadDrafter(session, self._draft_vocab, self._n_vocab, self._costs, self.taps, memory=memory)
+        session = self.session.model.session()
+        return HeadDrafter(session, self._draft_vocab, self._n_vocab, self._costs, self.taps, first=self)
 
     @override
     def prefill(self, context: Context) -> None:
@@ -182,14 +207,17 @@ class HeadDrafter(JointDrafter):
     def held(self) -> dict[str, int]:
         """See HoldingDrafter. Features count where they were written: the rest of their memory is untouched."""
         rows = self._level.nbytes + self._logits.nbytes
+        of_text = {"features": self._known.n_bytes} if isinstance(self._known, LastKnown) else {}
         if not self._is_first:  # the rest is that of the first
-            return {"rows": rows}
+            return {"rows": rows, **of_text}
         own = held_by(self.session.memory())
-        return {**own, "rows": own["rows"] + rows, "features": self._known.memory.n_bytes}
+        if isinstance(self._known, KnownText):
+            of_text = {"features": self._known.memory.n_bytes}
+        return {**own, "rows": own["rows"] + rows, **of_text}
 
     @override
     def rest(self) -> None:
-        self._known.memory.set_idle(self._known, True)
+        self._known.set_idle(True)
 
     @override
     def interrupt(self) -> None:
@@ -210,7 +238,7 @@ class HeadDrafter(JointDrafter):
         n_expected = len(context.tokens) - context.n_unverified - 1
         if len(self._known.tokens) != n_expected:
             raise ShapeError(f"expected features of {n_expected} tokens, found {len(self._known.tokens)}")
-        if not self.session.spec.decoder.n_layers:  # no attention: it sees its own position only
+        if not self._keeps_rows:  # a row is that of the last position, whatever was run before
             return 1
         return len(self._known.tokens) - self._known.start - self.session.n_past
 
@@ -226,17 +254,24 @@ class HeadDrafter(JointDrafter):
         yield from self._run_text(context, n)
         return no_draft()
 
-    def _run_text(self, context: Context, n: int) -> Generator[Rows, Output, tuple[Features, Logits]]:
-        """Run and commit the next n rows; returns the predicted feature and the logits of the last."""
+    def _run_text(self, context: Context, n: int) -> Generator[Rows, Output, tuple[Features, _Guess]]:
+        """Run and commit the next n rows; returns the predicted feature of the last, and what comes after it."""
         first = len(self._known.tokens) - self._n_unseen(context)
         self._last = None
         for start in range(first, first + n, self.session.n_batch):
             end = min(first + n, start + self.session.n_batch)
             features = self._known.features(start, end)
             out = yield Rows(self.session, context.tokens[start + 1 : end + 1], features=features)
-            self.session.commit(list(range(end - start)) if self.session.spec.decoder.n_layers else [])
-        self._last = _features(out)[-1], out.logits[-1]
+            self.session.commit(list(range(end - start)) if self._keeps_rows else [])
+        self._last = _features(out)[-1], self._guess(out, -1)
         return self._last
+
+    def _guess(self, out: Output, row: int) -> _Guess:
+        """What a pass gives after one of the rows whose logits it has."""
+        if out.tokens is None:
+            return _Guess(out.logits[row][: len(self._ids)], self._ids)
+        ids = out.tokens[row].astype(np.intp)
+        return _Guess(np.where(ids < self._n_vocab, out.logits[row], np.float32(-np.inf)), ids)
 
     @contextmanager
     def _timed(self, n: int) -> Iterator[None]:
@@ -303,7 +338,7 @@ class HeadDrafter(JointDrafter):
             device_drafting.costs.observe(n_levels, n_past, 1e3 * (perf_counter() - started))
         if not np.isfinite(nodes.probabilities).all():
             raise NumericalError("the head's logits must be numbers: found others")
-        self.session.commit(range(n) if self.session.spec.decoder.n_layers else ())
+        self.session.commit(range(n) if self._keeps_rows else ())
         self._take_nodes(device_drafting, tree, nodes)
 
     def _take_nodes(self, device_drafting: DeviceDrafting[DraftingHead], tree: GrowingTree, nodes: Nodes) -> None:
@@ -345,17 +380,17 @@ class HeadDrafter(JointDrafter):
         n = self._n_to_run(context) if self._last is None else self._n_unseen(context)
         if n or self._last is None:
             with self._timed_first(n):
-                feature, logits = yield from self._run_text(context, n)
+                feature, guess = yield from self._run_text(context, n)
         else:
-            feature, logits = self._last
+            feature, guess = self._last
         root = Node(-1, 1.0, [], -1, feature)
         for token in context.tokens[len(context.tokens) - context.n_unverified :]:
             if self._n_free_rows(tree) < 1:
                 return []
             out = yield Rows(self.session, [token], [root.row], n_pending=tree.n_pending, features=root.feature[None])
-            root, logits = root._replace(row=tree.n_pending, feature=_features(out)[0]), out.logits[0]
+            root, guess = root._replace(row=tree.n_pending, feature=_features(out)[0]), self._guess(out, 0)
             tree.n_pending += 1
-        return self._children(tree, root, 0, logits)
+        return self._children(tree, root, 0, guess)
 
     def _n_free_rows(self, tree: GrowingTree) -> int:
         """Rows of the session that the tree may still take."""
@@ -379,7 +414,7 @@ class HeadDrafter(JointDrafter):
             tree.n_pending += len(chosen)
             for i, node in enumerate(chosen):
                 parent = node._replace(row=n_pending + i, feature=_features(out)[i])
-                children += self._children(tree, parent, depth, out.logits[i], is_sampled=i == 0)
+                children += self._children(tree, parent, depth, self._guess(out, i), is_sampled=i == 0)
         return sorted(children, key=lambda node: -node.path_probability)
 
     def _useful_nodes(self, level: Sequence[Node], min_probability: float) -> list[Node]:
@@ -397,28 +432,34 @@ class HeadDrafter(JointDrafter):
         return chosen
 
     def _children(
-        self, tree: GrowingTree, parent: Node, depth: int, logits: Logits, is_sampled: bool = True
+        self, tree: GrowingTree, parent: Node, depth: int, guess: _Guess, is_sampled: bool = True
     ) -> list[Node]:
         """Add the candidates after a node to the tree; returns the new nodes, most probable first.
 
         parent: with the row and the feature that its children continue.  is_sampled: use the target's sampler, which is
         slower, unless the target takes the largest logit.
         """
-        logits = logits[: len(self._ids)]
-        drawn = self._sample(tree, parent, logits) if is_sampled and not tree.context.is_plain else None
-        found = draft_candidates(logits, drawn, tree.context.is_greedy, _N_CANDIDATES)
-        named = [(int(self._ids[index]), p, bucket) for index, p, bucket in found]
+        drawn = self._sample(tree, parent, guess) if is_sampled and not tree.context.is_plain else None
+        found = draft_candidates(guess.logits, drawn, tree.context.is_greedy, _N_CANDIDATES)
+        named = [(int(guess.ids[index]), p, bucket) for index, p, bucket in found]
         new = [
             parent._replace(place=place, path_probability=of_node, path=[*parent.path, tree.tokens[place]])
             for place, of_node in tree.add(parent.place, parent.path_probability, depth, named)
         ]
         return sorted(new, key=lambda node: -node.path_probability)
 
-    def _sample(self, tree: GrowingTree, parent: Node, logits: Logits) -> int:
-        """Index in logits of the token that the target's sampler takes after a node."""
-        self._logits[self._ids] = logits
+    def _sample(self, tree: GrowingTree, parent: Node, guess: _Guess) -> int | None:
+        """Index in logits of the token that the target's sampler takes after a node; None for one without a logit."""
         tree.text[len(tree.context.tokens) :] = parent.path
-        return int(np.searchsorted(self._ids, tree.context.draw(self._logits, tree.text)))
+        if guess.ids is self._ids:
+            self._logits[guess.ids] = guess.logits
+            return int(np.searchsorted(guess.ids, tree.context.draw(self._logits, tree.text)))
+        there = guess.ids < self._n_vocab
+        self._logits[guess.ids[there]] = guess.logits[there]
+        drawn = tree.context.draw(self._logits, tree.text)
+        self._logits[guess.ids[there]] = -np.inf
+        found = np.flatnonzero(guess.ids == drawn)
+        return int(found[0]) if found.size else None
 
 
 def _features(out: Output) -> Features:

@@ -69,8 +69,12 @@ class KnownText:
         """Know nothing."""
         self.cut(0)
         self.start = 0
-        self.memory.set_idle(self, False)
+        self.set_idle(False)
         self._forgotten()
+
+    def set_idle(self, is_idle: bool) -> None:
+        """Whether the memory may be taken from the text."""
+        self.memory.set_idle(self, is_idle)
 
     def begin(self, text: Sequence[int], start: int) -> None:
         """Hidden states of that text will be known from there on."""
@@ -112,6 +116,41 @@ class KnownText:
             upto, first = min(end, (start // SEGMENT + 1) * SEGMENT), start % SEGMENT
             yield self.memory.rows[self._segments[start // SEGMENT], first : first + upto - start]
             start = upto
+
+
+class LastKnown:
+    """The same of a head that goes on from the last hidden state alone. It has memory of its own, for one row."""
+
+    start = 0
+
+    def __init__(self, n_embd: int) -> None:
+        self.tokens: list[int] = []
+        self._row = np.empty((1, n_embd), dtype=np.float32)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the row."""
+        return self._row.nbytes
+
+    def set_idle(self, is_idle: bool) -> None:
+        """See KnownText; nobody else could use it."""
+
+    def begin(self, text: Sequence[int], start: int) -> None:
+        """See KnownText."""
+        self.tokens[:] = text[:start]
+
+    def cut(self, n: int) -> None:
+        """See KnownText; more tokens are to follow."""
+        del self.tokens[n:]
+
+    def extend(self, tokens: Sequence[int], features: Features) -> None:
+        """See KnownText."""
+        self._row[:] = features[-1:]
+        self.tokens.extend(tokens)
+
+    def features(self, start: int, end: int) -> Features:
+        """(1, n_embd) of the last token, which is what is asked for. It changes with the next `extend`."""
+        return self._row
 
 
 def n_segments_of(n_positions: int, n_texts: int) -> int:

@@ -26,6 +26,7 @@ TESTS += ["tests/backends/native/test_changed_files.py", "tests/backends/test_dr
 TESTS += ["tests/backends/native/test_shared_pool.py", "tests/backends/native/test_layer_states.py"]
 TESTS += ["tests/backends/native/test_hybrids.py"]
 TESTS += ["tests/backends/native/test_latents.py", "tests/backends/native/test_gemma4.py"]
+TESTS += ["tests/backends/native/test_assistant.py"]
 TESTS += ["tests/models/test_arrays.py", "tests/models/test_gguf.py", "tests/models/test_tokenizer.py"]
 TESTS += ["tests/models/formats/test_quantising.py"]
 TESTS += ["tests/edgeinfer/test_sampling.py"]

@@ -327,9 +327,9 @@ def test_what_is_drafted_from_is_what_a_new_head_gives_for_the_whole_text(drafti
     drafter, found = drafter_of(drafting), []
     children = drafter._children
 
-    def spy(growth, above, depth, logits, is_sampled=True):
-        found.append((list(growth.context.tokens), above.path, logits.copy()))
-        return children(growth, above, depth, logits, is_sampled)
+    def spy(growth, above, depth, guess, is_sampled=True):
+        found.append((list(growth.context.tokens), above.path, guess.logits.copy()))
+        return children(growth, above, depth, guess, is_sampled)
 
     drafter._children = spy
     ids = plain.tokenize(PROMPT)
