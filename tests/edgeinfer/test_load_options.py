@@ -57,7 +57,11 @@ def model(tmp_path_factory):
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
         ("draft_memory", "", "draft_memory must be the name of a file or None: found ''"),
         ("draft_memory", 3, "draft_memory must be the name of a file or None: found 3"),
-        ("chat_template", "", "chat_template must be Jinja, the name of a known template, or the Path of a file: found"),
+        (
+            "chat_template",
+            "",
+            "chat_template must be Jinja, the name of a known template, or the Path of a file: found",
+        ),
         ("reasoning", "yes", "reasoning must be auto, on or off: found 'yes'"),
         ("tbt", 0, r"tbt must be a number in 1\.\.1e\+06: found 0"),
         ("tbt", "100", "tbt must be a number"),
