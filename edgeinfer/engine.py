@@ -302,8 +302,7 @@ class Engine(OfOneProcess):
         chosen, wanted = self._chosen_params(params, sampling), wanted_of(constraint_options)
         n_alternatives = check_alternatives(logprobs)
         drawn = self._begun_tokens(begun, len(tokens), n_alternatives)
-        sampled = self._sampled(sampled_logprobs, tokens, chosen, wanted)
-        record = self._record(len(tokens), chosen, wanted, StopStrings(stop), output, n_alternatives, sampled)
+        record = self._record(tokens, chosen, wanted, StopStrings(stop), output, n_alternatives, sampled_logprobs)
         if limit == 0:
             return Stream(_nothing(record), record)
         order = _checked_order(priority, timeout)
@@ -503,17 +502,18 @@ class Engine(OfOneProcess):
 
     def _record(
         self,
-        n_prompt: int,
+        tokens: list[int],
         params: SamplingParams,
         wanted: Wanted | None,
         stops: StopStrings,
         output: Output | None,
         n_alternatives: int | None,
-        sampled: NoteSampled | None,
+        is_sampled: bool,
     ) -> Record:
         """The state of a text. Raises as `stream`."""
-        constraint = None if wanted is None else self._constraint(wanted, n_prompt, output)
-        record = Record(self.tokenizer, n_prompt, stops, params, output, n_alternatives, constraint, sampled)
+        sampled = self._sampled(is_sampled, tokens, params, wanted)
+        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
+        record = Record(self.tokenizer, len(tokens), stops, params, output, n_alternatives, constraint, sampled)
         record.expert_reads = None if self.experts is None else self.experts.reads
         return record
 
