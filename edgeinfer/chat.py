@@ -295,7 +295,8 @@ class Conversation(OfOneProcess):
     def prompt(self, *, add_generation_prompt: bool = True, **options: Unpack[PromptOptions]) -> list[int]:
         """Tokens of the prompt for an answer to the messages as they are, also of one that does not fit.
 
-        add_generation_prompt: the answer is begun, by an answer at the end of the messages if there is one.  Raises TemplateError, InvalidArgument.
+        add_generation_prompt: the answer is begun, by an answer at the end of the messages if there is one.  Raises
+        TemplateError, InvalidArgument.
         """
         use, values = tool_use_of(options), self._values(options)
         if not add_generation_prompt:

@@ -284,16 +284,15 @@ class Engine(OfOneProcess):
         name ("<|im_end|>"), alone or with text around it.  params: how tokens are chosen, None for `default_params`;
         changed by `options`, its fields as arguments (temperature, top_k, seed, ...).  progress: called with the share
         of the prompt that is read, 0..1.  logprobs: with the log probability of each token, before sampling parameters,
-        and so many of the most likely ones at its place; None for neither.  sampled_logprobs: these of the distribution
-        that tokens are drawn from, without those that cannot be drawn; not with a constraint.  output: what splits the
-        completion, as Conversation does it: None is all text.  priority: texts with a higher one come first where not
-        all can run.  timeout: seconds from the first piece on, after which the text ends as it is ("timeout").  begun:
-        its first tokens, drawn elsewhere with the same options and seed; the stream has them and goes on as that would.
-        schema, regex, grammar, choices, json: what it may be, one of them; see
-        edgeinfer.constraints.options.ConstraintOptions.
-        Raises ContextOverflow if the prompt alone is longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError
-        for ids that the model lacks, BackendUnavailable for a constraint without llguidance, BudgetExceeded without
-        room for it; while it runs NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
+        and so many of the most likely ones at its place; None for neither.  sampled_logprobs: those of the draw
+        instead, without a constraint.  output: what splits the completion, as Conversation does it: None is all text.
+        priority: texts with a higher one come first where not all can run.  timeout: seconds from the first piece on,
+        after which the text ends as it is ("timeout").  begun: its first tokens, drawn elsewhere with the same options
+        and seed; the stream has them and goes on as that would.  schema, regex, grammar, choices, json: what it may be,
+        one of them; see edgeinfer.constraints.options.ConstraintOptions. Raises ContextOverflow if the prompt alone is
+        longer than n_ctx, InvalidArgument, InvalidConstraint, ShapeError for ids that the model lacks,
+        BackendUnavailable for a constraint without llguidance, BudgetExceeded without room for it; while it runs
+        NumericalError, ConstraintError, BackendLost, and EngineBusy if too many texts wait.
         """
         self._check_open()
         check_callback("progress", progress)
@@ -301,14 +300,9 @@ class Engine(OfOneProcess):
         limit = min(_most_tokens(max_tokens), self.n_ctx - len(tokens))
         constraint_options, sampling = split_options(options)
         chosen, wanted = self._chosen_params(params, sampling), wanted_of(constraint_options)
-        check_flag("sampled_logprobs", sampled_logprobs)
-        sampled = self._sampled(tokens, chosen, wanted) if sampled_logprobs else None
-        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
         n_alternatives = check_alternatives(logprobs)
         drawn = self._begun_tokens(begun, len(tokens), n_alternatives)
-        stops = StopStrings(stop)
-        record = Record(self.tokenizer, len(tokens), stops, chosen, output, n_alternatives, constraint, sampled)
-        record.expert_reads = None if self.experts is None else self.experts.reads
+        record = self._record(tokens, chosen, wanted, StopStrings(stop), output, n_alternatives, sampled_logprobs)
         if limit == 0:
             return Stream(_nothing(record), record)
         order = _checked_order(priority, timeout)
@@ -506,8 +500,30 @@ class Engine(OfOneProcess):
             raise InvalidArgument(f"logit_bias must be of tokens 0..{n_vocab - 1}: found {chosen.biases[-1][0]}")
         return chosen
 
-    def _sampled(self, prompt: list[int], params: SamplingParams, wanted: Wanted | None) -> NoteSampled:
-        """What says how likely tokens of a text were to be drawn. Raises InvalidArgument."""
+    def _record(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        wanted: Wanted | None,
+        stops: StopStrings,
+        output: Output | None,
+        n_alternatives: int | None,
+        is_sampled: bool,
+    ) -> Record:
+        """The state of a text. Raises as `stream`."""
+        sampled = self._sampled(is_sampled, tokens, params, wanted)
+        constraint = None if wanted is None else self._constraint(wanted, len(tokens), output)
+        record = Record(self.tokenizer, len(tokens), stops, params, output, n_alternatives, constraint, sampled)
+        record.expert_reads = None if self.experts is None else self.experts.reads
+        return record
+
+    def _sampled(
+        self, is_asked: object, prompt: list[int], params: SamplingParams, wanted: Wanted | None
+    ) -> NoteSampled | None:
+        """What says how likely tokens of a text were to be drawn, None where nobody asks. Raises InvalidArgument."""
+        check_flag("sampled_logprobs", is_asked)
+        if not is_asked:
+            return None
         if wanted is not None:
             raise InvalidArgument("sampled_logprobs are those of free texts: leave out the constraint")
         breakers = self._breakers(tuple(params.dry_sequence_breakers)) if params.has_dry else None

@@ -139,9 +139,11 @@ def _asked(body: Mapping[str, Any], form: Form) -> Asked:
     what = "messages" if form == "chat" else "prompt"
     if what not in body:
         raise InvalidArgument(f"the request has no {what}")
-    options = _options({name: value for name, value in body.items() if name != what})
+    of_template = {"chat_template_kwargs"} & body.keys() if form == "chat" else set()
+    options = _options({name: value for name, value in body.items() if name not in (what, *of_template)})
     if form == "chat":
-        return Asked(None, _messages(body["messages"]), options)
+        told = {name: body[name] for name in of_template}  # checked by the conversation
+        return Asked(None, _messages(body["messages"]), cast(RequestOptions, {**options, **told}))
     prompt = body["prompt"]
     are_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not isinstance(prompt, str) and not are_tokens:

@@ -56,4 +56,6 @@ def command_of(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--help"]:
+        sys.exit(print(f"usage: llama_server.py FLAGS_OF_LLAMA_SERVER\n\n{__doc__}"))
     os.execv(sys.executable, [sys.executable, "-m", "edgeinfer", *command_of(sys.argv[1:])])

@@ -133,6 +133,22 @@ def test_requests_of_openais_files_have_openais_results(engine):
     assert body["choices"][0]["text"] == engine.generate("hello", max_tokens=4, seed=1).text
 
 
+def test_templates_of_chats_are_told_what_a_line_says(model):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}no{% endif %}"
+    off, wrong = {"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"messages": []}}
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+    with edgeinfer.load(model, draft="none", chat_template=template) as engine:
+        records = [chat, chat | off, chat | {"chat_template_kwargs": None}, chat | wrong, OWN | off]
+        records.append(CHAT | {"body": CHAT["body"] | off})
+        found, progress = answers(engine, records)
+        n_on, n_off = (len(engine.tokenize(text)) for text in ("hello", "hellono"))
+    n_prompts = [each["usage"]["prompt_tokens"] for each in found[:3]]
+    assert n_prompts == [n_on, n_off, n_on] and progress.n_errors == 2
+    assert "gets no value named" in found[3]["error"]["message"]
+    assert "chat_template_kwargs" in found[4]["error"]["message"]
+    assert found[5]["response"]["body"]["usage"]["prompt_tokens"] == n_off
+
+
 def test_a_bad_line_is_an_error_on_that_line(engine):
     bad = CHAT | {"custom_id": "bad", "body": CHAT["body"] | {"n": 2}}
     records = [OWN, b"{no json\n", bad, {"prompt": "x " * 4000}, b"\xff\xfe\n", OWN | {"seed": 2, "id": "last"}]

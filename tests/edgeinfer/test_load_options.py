@@ -57,6 +57,12 @@ def model(tmp_path_factory):
         ("draft_device", "tpu", "a draft device is one of .*: found 'tpu'"),
         ("draft_memory", "", "draft_memory must be the name of a file or None: found ''"),
         ("draft_memory", 3, "draft_memory must be the name of a file or None: found 3"),
+        (
+            "chat_template",
+            "",
+            "chat_template must be Jinja, the name of a known template, or the Path of a file: found",
+        ),
+        ("reasoning", "yes", "reasoning must be auto, on or off: found 'yes'"),
         ("tbt", 0, r"tbt must be a number in 1\.\.1e\+06: found 0"),
         ("tbt", "100", "tbt must be a number"),
         ("fpga_folder", 3, "fpga_folder must be the name of a folder or None: found 3"),
@@ -90,7 +96,9 @@ def test_each_field_is_an_option_that_is_described_beside_it():
 def test_the_flags_of_a_command_are_those_that_the_options_have(command):
     flags = {parameter.name: parameter for parameter in command.params}
     for name, (_, about) in options_of(LoadOptions).items():
-        if about.flags:
+        if command is generate and name in ("chat_template", "reasoning"):
+            assert name not in flags  # it completes texts as they are
+        elif about.flags:
             flag = flags[name]
             assert (set(flag.opts), flag.help, flag.metavar) == (set(about.flags), about.help, about.metavar)
             assert flag.envvar == variable_of(*about.flags)

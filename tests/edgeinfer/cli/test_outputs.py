@@ -34,7 +34,7 @@ WRITING = {  # each option that writes, with the rest of its command line; MODEL
     ("distill", "--work"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
     ("distill", "--plot"): ["MODEL", "--prompts", "TEXT", "--out", "NEW"],
 }
-NO_FILE = {"external_data", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
+NO_FILE = {"chat_template", "external_data", "hf_file", "hf_repo", "hf_repo_draft"}  # whose help speaks of files
 
 
 def options() -> list[tuple[str, click.Parameter]]:

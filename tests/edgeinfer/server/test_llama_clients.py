@@ -100,7 +100,11 @@ def test_times_of_one_token_are_no_rate():
     assert pace.n_read == 7 and pace.progress()["processed"] == 7
     pace.read(1.0)
     pace.made(1)
+    first = pace.first
+    assert first == pace.now
     times = pace.timings()
+    pace.made(2)
+    assert pace.first == first and pace.n_made == 3
     assert times["prompt_n"] == 6 and times["cache_n"] == 4 and times["predicted_per_second"] == 0
     pace.first, pace.now, pace.n_made = 1.0, 3.0, 5
     times = pace.timings()
