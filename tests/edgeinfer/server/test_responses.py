@@ -45,6 +45,8 @@ def test_events_are_numbered_and_in_order(server, engine):
         *("created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * len(deltas)),
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
+    first, last = events[0]["response"], events[-1]["response"]
+    assert first["completed_at"] is None is first["usage"] and last["completed_at"] >= last["created_at"] > 0
     assert "".join(deltas) == answer(engine).text == events[-1]["response"]["output"][0]["content"][0]["text"]
 
 
