@@ -37,6 +37,8 @@ def test_a_busy_replica_draws_what_it_can(fleet, replica):
     found = fleet.simulate(replica, fleet.Habits(1.0, 1e-9, 100.0, spread=0.0), 12, 3000)
     assert found.busy == pytest.approx(1.0, abs=0.01)
     assert 12 * found.asked * found.tokens == pytest.approx(40.0, rel=0.05)  # tokens a second of four texts
+    four = fleet.simulate(replica, fleet.Habits(1.0, 1e-9, 100.0, spread=0.0), 48, 1000, n_replicas=4)
+    assert four.busy == pytest.approx(1.0, abs=0.02)
     assert 12 * found.asked * (found.stays + 1.0) == pytest.approx(12.0, rel=0.05)  # Little's law
 
 
@@ -73,9 +75,10 @@ def test_requests_are_passed_on_where_a_replica_has_its_number(fleet):
 
 
 def test_routers_carry_what_is_asked_and_check_all_replicas(fleet):
-    router = fleet.Router(request=1e-4, event=1e-5, check=5e-5, replica_check=3e-4, stream_bytes=1024.0)
+    router = fleet.Router(request=1e-4, event=1e-5, check=5e-5, replica_check=3e-4, stream_bytes=2.0**20)
     waits = fleet.Waits(1.0, 0.05, 0.9, asked=0.01, stays=10.0, tokens=200.0)
     small, large = (fleet.fleet_of(n, 10.0, waits).routed(router, 500) for n in (1000, 1_000_000))
+    assert small["router_gib"] == pytest.approx(100 / 1024, abs=0.01)
     assert small["open_streams"] == 100 and small["events_per_second"] == 2000
     assert small["flat"]["router_cores"] == small["cells"]["router_cores"] == small["cells"]["cells"] == 1
     assert small["cells"]["busy"] == pytest.approx(10 * 1e-4 + 2000 * 1e-5 + 100 * 5e-5)
