@@ -29,10 +29,9 @@ from edgeinfer.exporters.source import Source
 from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models import LatentAttention, ModelSpec, read_draft_spec
 from edgeinfer.models.draft_head import HEADS
-from edgeinfer.models.spec import Weight
+from edgeinfer.models.spec import Weight, is_matrix
 
 Progress = Callable[[float], None]
-_NOT_MULTIPLIED = ("bias", "conv", "decay", "skip", "out_norm")  # roles of weights with two axes
 _COLUMN_BYTES = 8 + 8 + 4  # float64 in the engine and of what it gives, float32 of the file
 
 
@@ -73,9 +72,8 @@ def _n_columns(weight: Weight, n_heads: int) -> int:
 
     n_heads: heads of latent attention, whose matrices count apart.
     """
-    is_summed = len(weight.shape) > 1 and weight.block != "" and not weight.role.endswith(_NOT_MULTIPLIED)
     n_matrices = n_heads if weight.role in ("k_b", "v_b") else math.prod(weight.shape[:-2])
-    return n_matrices * weight.shape[-1] if is_summed else 0
+    return n_matrices * weight.shape[-1] if is_matrix(weight) and weight.block != "" else 0
 
 
 def imatrix_beside(source: Source, out: Path, calibration: Path | None, report: StepProgress = no_progress) -> Path:
