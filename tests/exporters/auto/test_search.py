@@ -58,7 +58,8 @@ def test_formats_are_chosen_of_matrices_only(tmp_path: Path) -> None:
         names = {subject.name for subject in subjects_of(GgufSource(file), read_spec(file))}
     assert not any("ssm_norm" in name or "ssm_a" in name or "conv1d" in name for name in names)
     assert {f"blk.1.ffn_{role}.weight" for role in ("latent_down", "latent_up", "up_exps", "down_shexp")} <= names
-    with ModelFile.open(write_tiny_latents(tmp_path / "l.gguf", "lite", "F16")) as file:
+    types = dict.fromkeys(("attn_k_b", "attn_v_b", "ffn_up_exps", "attn_q"), "F16")
+    with ModelFile.open(write_tiny_latents(tmp_path / "l.gguf", "lite", "Q8_0", types=types)) as file:
         subjects = {subject.name: subject for subject in subjects_of(GgufSource(file), read_spec(file))}
     for name, expected in (("attn_k_b", (4, 4)), ("attn_v_b", (4, 4)), ("ffn_up_exps", (8, 3)), ("attn_q", (1, 1))):
         subject = subjects[f"blk.1.{name}.weight"]
