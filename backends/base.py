@@ -233,11 +233,11 @@ class ExpertDevice(Protocol):
         ...
 
     def start(self, layer: int, experts: Sequence[int], rows: Sequence[int], inputs: NDArray[np.float32]) -> None:
-        """Begin with the experts that were chosen. inputs: (n, n_embd), `rows` of the first, then of the next one."""
+        """Begin with the experts that were chosen. inputs: (n, n_in), `rows` of the first, then of the next one."""
         ...
 
     def finish(self) -> NDArray[np.float32] | None:
-        """Their outputs without weights, (n, n_embd); None where the device failed and the CPU has to compute them."""
+        """Their outputs without weights, (n, n_in); None where the device failed and the CPU has to compute them."""
         ...
 
 

@@ -866,6 +866,11 @@ class Experts(FeedForward):
     shared_post_norm: TensorRef | None = None
 
     @property
+    def n_in(self) -> int:
+        """Numbers that a routed expert reads, and gives."""
+        return self.n_embd
+
+    @property
     def n_activations(self) -> int:
         """See Block: gate and up of one expert, as they run one after the other."""
         return 2 * self.n_ff
@@ -917,13 +922,18 @@ class PlainExperts(Experts):
 
     @property
     @override
+    def n_in(self) -> int:
+        return self.n_latent or self.n_embd
+
+    @property
+    @override
     def n_activations(self) -> int:
         """See Block: up of one expert, and the latent rows."""
         return self.n_ff + 2 * self.n_latent
 
     @override
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        n, n_in = self.n_experts, self.n_latent or self.n_embd
+        n, n_in = self.n_experts, self.n_in
         gates = ("gate", "gate_bias", "gate_scale", "shared_gate")
         found = {role: shape for role, shape in super().shapes().items() if role not in gates}
         found |= {"up": (n, self.n_ff, n_in), "down": (n, n_in, self.n_ff), "down_bias": (n, n_in)}
@@ -1017,6 +1027,14 @@ def weights_of(block: str, part: _Shaped) -> Iterator[Weight]:
         tensor = getattr(part, role)
         if tensor is not None:
             yield Weight(block, role, tensor, shape)
+
+
+_NOT_MULTIPLIED = ("bias", "conv", "decay", "skip", "out_norm")  # ends of roles of vectors that files have as matrices
+
+
+def is_matrix(weight: Weight) -> bool:
+    """Whether inputs are multiplied with a weight, which may be one for each expert."""
+    return len(weight.shape) > 1 and not weight.role.endswith(_NOT_MULTIPLIED)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ void Decoder::head(const Pass& pass, int thread, const Matrix& output) const {
 
 void Decoder::record_inputs(bool is_on) {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    squares_ = is_on ? std::make_unique<InputSquares>(*weights_, store_.get(), config_.n_layers()) : nullptr;
+    squares_ = is_on ? std::make_unique<InputSquares>(*weights_, store_.get(), config_) : nullptr;
 }
 
 std::optional<InputSquares::ByName> Decoder::input_squares() {

@@ -32,14 +32,16 @@ public:
         int n_rows, n_used, n_places;
     };
 
-    // Of all matrices of these weights but the output matrix, and of the experts of a store, null for none. The weights
-    // must outlive this.
-    InputSquares(const Weights& weights, const ExpertStore* store, int n_layers);
+    // Of all matrices of these weights but the output matrix, and of the experts of a store, null for none. Matrices of
+    // the heads of latent attention count apart. The weights must outlive this.
+    InputSquares(const Weights& weights, const ExpertStore* store, const DecoderConfig& config);
 
     // Parts into which columns are cut, each of which a thread sums on its own.
     static int parts_of(int n_in);
-    // Adds the rows x (n_rows, ldx) to what each reader read, for the columns of one part.
-    void add(std::initializer_list<const Matrix*> readers, const float* x, size_t ldx, int n_rows, int part);
+    // Adds the rows x (n_rows, ldx) to what each reader read, for the columns of one part. number: of the matrix, where
+    // a reader is several.
+    void add(std::initializer_list<const Matrix*> readers, const float* x, size_t ldx, int n_rows, int part,
+             int number);
     // The same for the inputs of the experts of a layer: those of gate and up, or of down.
     void add_experts(int layer, bool is_down, const ExpertRowsOf& rows, const float* x, size_t ldx, int part);
 
@@ -49,6 +51,7 @@ public:
 private:
     struct OfLayer {
         Sums inputs, down;
+        bool has_gates = true;
     };
 
     std::map<std::string, Sums> matrices_;

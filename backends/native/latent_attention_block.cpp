@@ -139,7 +139,7 @@ void LatentAttentionBlock::multiply_heads(const Pass& pass, int thread, const Ma
         pass.for_items(thread, n * n_heads,
                        [&](int i) { prepare_inputs(pass.kernels, inputs_of(i / n), i % n, {&all}); });
     }
-    for (int head = 0; pass.squares && head < n_heads; head++) pass.record(thread, inputs_of(head), n, {&all});
+    for (int head = 0; pass.squares && head < n_heads; head++) pass.record(thread, inputs_of(head), n, {&all}, head);
     Matrix one = all;
     one.n_out = all.n_out / n_heads;
     const Tasks tasks(one, n, pass.pool.size(), pass.kernels.at_once(n));

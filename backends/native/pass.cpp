@@ -77,10 +77,11 @@ Inputs Pass::normed_inputs(int thread, const float* norm, const int32_t* of, int
     return inputs;
 }
 
-void Pass::record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const {
+void Pass::record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers,
+                  int number) const {
     if (!squares) return;
     for_tasks(thread, InputSquares::parts_of(inputs.n_in),
-              [&](int part) { squares->add(readers, inputs.x, inputs.ldx, n_inputs, part); });
+              [&](int part) { squares->add(readers, inputs.x, inputs.ldx, n_inputs, part, number); });
 }
 
 void set_path(const Sequence& sequence, int c, int32_t* path, AttentionRow& row) {

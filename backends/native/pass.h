@@ -112,8 +112,9 @@ public:
     // row i without `of`. x: rows in place of the residual stream's, with a norm.
     Inputs normed_inputs(int thread, const float* norm, const int32_t* of, int n_inputs,
                          std::initializer_list<const Matrix*> readers, const float* x = nullptr) const;
-    // Adds the squares of n_inputs inputs to those of their readers, where they are recorded.
-    void record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers) const;
+    // Adds the squares of n_inputs inputs to those of their readers, where they are recorded. number: see InputSquares.
+    void record(int thread, const Inputs& inputs, int n_inputs, std::initializer_list<const Matrix*> readers,
+                int number = 0) const;
     // Kernels::matmul, or the product of w's device, which gets all row groups at once.
     void product(int thread, const Matrix& w, const Inputs& inputs, int n_columns, int first, int last,
                  const uint8_t* next, float* y, size_t ldy) const {

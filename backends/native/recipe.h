@@ -135,6 +135,9 @@ struct ExpertsConfig {
     bool own_inputs = false;  // the router and the shared network read x with norms of their own
     int n_latent = 0;
     bool groups_by_best = false;  // else by their two best
+
+    // Numbers that a routed expert reads, and gives.
+    int n_in(int n_embd) const { return n_latent ? n_latent : n_embd; }
 };
 
 // What ends a layer: n_inputs numbers that it has for each token, 0 for none, and a scale of the residual stream.

@@ -18,17 +18,27 @@ from edgeinfer.models.gguf import ModelFile
 _MATRICES = ("gate", "up", "down")
 
 
+def has_gates(block: Experts) -> bool:
+    """Whether experts are gated networks; the others have no gate and no bias of one."""
+    return not isinstance(block, PlainExperts)
+
+
+def first_rows(block: Experts) -> int:
+    """Numbers of the first product of an expert: gate and up, or up alone."""
+    return (2 if has_gates(block) else 1) * block.n_ff
+
+
 def experts_of(spec: ModelSpec) -> dict[int, Experts]:
-    """The blocks of experts, by layer. Raises UnsupportedModel for experts without gates."""
-    for index, layer in enumerate(spec.layers):
-        if isinstance(layer.ffn, PlainExperts):
-            raise UnsupportedModel(f"layers.{index}.ffn is a block PlainExperts, which no device computes: use the CPU")
+    """The blocks of experts, by layer."""
     return {index: layer.ffn for index, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)}
 
 
 @dataclass(frozen=True)
 class ExpertParts:
-    """The matrices of one expert, with their biases; scales of experts are factors of theirs."""
+    """The matrices of one expert, with their biases; scales of experts are factors of theirs.
+
+    gate_up: up alone where there are no gates.
+    """
 
     gate_up: LinearParts
     down: LinearParts
@@ -36,13 +46,13 @@ class ExpertParts:
     @classmethod
     def read(cls, model: ModelFile, block: Experts, expert: int) -> ExpertParts:
         """Find them, without converting any. Raises UnsupportedModel."""
-        gate, up, down = (_part(model, block, role, expert) for role in _MATRICES)
-        gate_bias, up_bias, down_bias = (_vector(model, getattr(block, f"{role}_bias"), expert) for role in _MATRICES)
+        *first, down = (_part(model, block, role, expert) for role in _roles(block))
+        *biases, down_bias = (_vector(model, getattr(block, f"{role}_bias"), expert) for role in _roles(block))
         bias = None
-        if gate_bias is not None or up_bias is not None:
+        if any(each is not None for each in biases):
             none = np.zeros(block.n_ff, np.float32)
-            bias = np.concatenate([none if each is None else each for each in (gate_bias, up_bias)])
-        return cls(LinearParts(joined([gate, up]), bias), LinearParts([[down]], down_bias))
+            bias = np.concatenate([none if each is None else each for each in biases])
+        return cls(LinearParts(joined(first), bias), LinearParts([[down]], down_bias))
 
     @property
     def n_bytes(self) -> int:
@@ -52,9 +62,13 @@ class ExpertParts:
         return matrices + sum(linear.bias.nbytes for linear in linears if linear.bias is not None)
 
 
+def _roles(block: Experts) -> Sequence[str]:
+    return _MATRICES if has_gates(block) else _MATRICES[1:]
+
+
 def release(model: ModelFile, block: Experts, expert: int) -> None:
     """Let the system take back the memory that reading an expert took."""
-    for role in _MATRICES:
+    for role in _roles(block):
         name, first, last = _place(model, block, role, expert)
         model.release(name, first, last)
 
@@ -62,9 +76,9 @@ def release(model: ModelFile, block: Experts, expert: int) -> None:
 def work_bytes(blocks: Mapping[int, Experts], n_batch: int) -> dict[str, int]:
     """Bytes of each buffer that all experts share: n_batch * n_used rows of experts."""
     n_rows = n_batch * max(block.n_used for block in blocks.values())
-    n_embd, n_ff = (max(getattr(block, size) for block in blocks.values()) for size in ("n_embd", "n_ff"))
-    widest = max(n_embd, n_ff)
-    numbers = {"x": n_embd, "gate_up": 2 * n_ff, "gated": n_ff, "out": n_embd}
+    n_in, n_ff = (max(getattr(block, size) for block in blocks.values()) for size in ("n_in", "n_ff"))
+    widest = max(n_in, n_ff)
+    numbers = {"x": n_in, "gate_up": max(map(first_rows, blocks.values())), "gated": n_ff, "out": n_in}
     of_codes = {"scales": widest // RUN + 1, "sums": widest // RUN + 1}
     return {name: 4 * n_rows * n for name, n in (numbers | of_codes).items()} | {"codes": n_rows * widest}
 

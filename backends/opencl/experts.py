@@ -14,12 +14,20 @@ from numpy.typing import NDArray
 
 from edgeinfer.backends.opencl.decoder import ACTIVATIONS
 from edgeinfer.backends.opencl.device import Kernel, OpenCLDevice
-from edgeinfer.backends.opencl.expert_parts import ExpertParts, experts_of, release, rows_of, work_bytes
+from edgeinfer.backends.opencl.expert_parts import (
+    ExpertParts,
+    experts_of,
+    first_rows,
+    has_gates,
+    release,
+    rows_of,
+    work_bytes,
+)
 from edgeinfer.backends.opencl.library import DeviceInfo
 from edgeinfer.backends.opencl.matrices import RUN, Activations
 from edgeinfer.backends.opencl.weights import Linear
 from edgeinfer.common.errors import BudgetExceeded
-from edgeinfer.models import ModelSpec
+from edgeinfer.models import Experts, ModelSpec
 from edgeinfer.models.gguf import ModelFile
 
 _GROUP = 16  # work-items of a group in kernels that go through rows
@@ -55,6 +63,11 @@ def expert_buffers(model: ModelFile, spec: ModelSpec, n_batch: int, info: Device
     return ExpertBuffers(largest, work, sum(block.n_experts for block in blocks.values()))
 
 
+def _kind(block: Experts) -> tuple[int, bool]:
+    """Of the kernel between the products of an expert: its activation, and whether there are no gates."""
+    return ACTIVATIONS[block.activation], not has_gates(block)
+
+
 class OpenCLExperts:
     """Some experts of a model, in slots on a device. The file must stay open. Not thread-safe.
 
@@ -69,14 +82,12 @@ class OpenCLExperts:
         self._buffers = {name: device.buffer(n) for name, n in work_bytes(self._blocks, n_batch).items()}
         self._work_bytes = device.n_allocated - n_before
         self._slots: dict[int, _DeviceExpert] = {}
-        self._n_rows = 0  # of what runs now
+        self._shape = 0, 0  # of the outputs of what runs now
         self._quantise = device.kernel("quantise", ["common.cl", "decoder.cl"], {"GROUP": _GROUP})
-        self._gates: dict[int, Kernel] = {}
-        for block in self._blocks.values():
-            number = ACTIVATIONS[block.activation]
-            self._gates[number] = device.kernel(
-                "gate", ["common.cl", "gate.cl"], {"GROUP": _GROUP, "ACTIVATION": number}
-            )
+        self._activate: dict[tuple[int, bool], Kernel] = {}
+        for key in {_kind(block) for block in self._blocks.values()}:
+            macros = {"GROUP": _GROUP, "ACTIVATION": key[0], "PLAIN": int(key[1])}
+            self._activate[key] = device.kernel("gate", ["common.cl", "gate.cl"], macros)
 
     @property
     def n_bytes(self) -> int:
@@ -94,24 +105,23 @@ class OpenCLExperts:
     def start(self, layer: int, places: Sequence[tuple[int, int]], rows: NDArray[np.float32]) -> None:
         """Begin to compute experts of a layer; `finish` gives the outputs.
 
-        places: (slot, n_rows) of each.  rows: their inputs, one below the other, (n, n_embd); kept until the end.
+        places: (slot, n_rows) of each.  rows: their inputs, one below the other, (n, n_in); kept until the end.
         """
         block, n = self._blocks[layer], rows_of(places)
         self._device.write(self._buffers["x"], rows)
-        self._n_rows = n
+        self._shape = n, block.n_in
         experts = [(self._slots[slot], n_rows) for slot, n_rows in places]
         gate_ups = [(expert.gate_up, n_rows) for expert, n_rows in experts]
-        self._multiply(gate_ups, "x", "gate_up", block.n_embd, 2 * block.n_ff, n)
-        gate, gated = self._gates[ACTIVATIONS[block.activation]], (self._buffers["gate_up"], self._buffers["gated"])
-        self._device.run(gate, [block.n_ff, n], [_GROUP, 1], *gated, block.n_ff)
+        self._multiply(gate_ups, "x", "gate_up", block.n_in, first_rows(block), n)
+        gated = self._buffers["gate_up"], self._buffers["gated"]
+        self._device.run(self._activate[_kind(block)], [block.n_ff, n], [_GROUP, 1], *gated, block.n_ff)
         downs = [(expert.down, n_rows) for expert, n_rows in experts]
-        self._multiply(downs, "gated", "out", block.n_ff, block.n_embd, n)
+        self._multiply(downs, "gated", "out", block.n_ff, block.n_in, n)
         self._device.flush()
 
     def finish(self) -> NDArray[np.float32]:
-        """(n, n_embd): f_e of each row of inputs, without weights."""
-        n_embd = next(iter(self._blocks.values())).n_embd
-        return self._device.read(self._buffers["out"], np.empty((self._n_rows, n_embd), np.float32))
+        """(n, n_in): f_e of each row of inputs, without weights."""
+        return self._device.read(self._buffers["out"], np.empty(self._shape, np.float32))
 
     def close(self) -> None:
         """Give the memory of the device back, when what runs there is done."""

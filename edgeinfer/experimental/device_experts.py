@@ -212,15 +212,16 @@ class DeviceExperts(ExpertDevice):
 
 
 def measured_seconds(
-    device: ExpertSlots, layer: int, slot: int, n_embd: int, sizes: Sequence[int], n_tries: int = 3
+    device: ExpertSlots, layer: int, slot: int, n_in: int, sizes: Sequence[int], n_tries: int = 3
 ) -> dict[int, float]:
     """Seconds that a device takes for one expert with so many rows, the best of some tries. Raises BackendLost.
 
+    n_in: numbers of a row.
     The way there and back counts.
     """
     found = {}
     for n in sizes:
-        rows = np.ones((n, n_embd), np.float32)
+        rows = np.ones((n, n_in), np.float32)
         tries = []
         for _ in range(n_tries + 1):  # the first one may compile
             started = time.perf_counter()

@@ -100,7 +100,7 @@ def open_device_experts(device_experts: DeviceExpertsPlan, planned: PlannedModel
     try:
         sizes = tuple(n for n in _ROWS if n <= planned.plan.n_batch)
         on_device.upload(0, first, 0)
-        gpu = measured_seconds(on_device, first, 0, spec.n_embd, sizes)
+        gpu = measured_seconds(on_device, first, 0, layers[first].n_in, sizes)
         cpu = planned.backend.expert_seconds(planned.file, spec, planned.device, sizes)
         times = ExpertTimes(interpolated(cpu), interpolated(gpu), transfer=float("inf"))
         n_experts = {index: block.n_experts for index, block in layers.items()}

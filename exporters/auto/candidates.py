@@ -15,9 +15,10 @@ from edgeinfer.backends.native.weights import MATRIX_TYPES
 from edgeinfer.common.errors import ShapeError, UnsupportedModel
 from edgeinfer.exporters.gguf.file_types import is_quantised
 from edgeinfer.exporters.source import Bytes, Floats, Source, SourceTensor
-from edgeinfer.models import ExpertRows, Experts, ModelSpec, TensorRows
+from edgeinfer.models import ExpertRows, Experts, LatentAttention, ModelSpec, TensorRows
 from edgeinfer.models import formats as weight_formats
 from edgeinfer.models.gguf import GGMLType
+from edgeinfer.models.spec import is_matrix
 
 _NAMES = ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q4_1", "Q5_0", "Q5_K", "Q5_1", "Q6_K", "Q8_0", "F16")
 FORMATS = tuple(GGMLType[name] for name in _NAMES)
@@ -61,8 +62,8 @@ def subjects_of(source: Source, spec: ModelSpec) -> list[Subject]:
         if len(tensor.shape) < 2 or len(formats) < 2:
             continue
         n_matrices = tensor.n_rows // tensor.shape[-2]
-        shape = (tensor.shape[-2], tensor.n_in)
-        found.append(Subject(tensor, formats, shape, n_matrices, products.get(tensor.name, 0), layers[tensor.name]))
+        shape, n_used = (tensor.shape[-2], tensor.n_in), min(n_matrices, products.get(tensor.name, 0))
+        found.append(Subject(tensor, formats, shape, n_matrices, n_used, layers[tensor.name]))
     return found
 
 
@@ -91,17 +92,17 @@ def table_types(source: Source, spec: ModelSpec) -> dict[str, GGMLType]:
 
 
 def _products_of(spec: ModelSpec) -> dict[str, int]:
-    """How many of its matrices a token is multiplied with, by tensor, without routers."""
-    n_used = {
-        f"layers.{i}.ffn": layer.ffn.n_used for i, layer in enumerate(spec.layers) if isinstance(layer.ffn, Experts)
-    }
+    """How many of its matrices a token is multiplied with, by tensor, without routers. Heads may have one each."""
+    n_used = {name: block.n_used for name, block in spec.blocks() if isinstance(block, Experts)}
+    n_heads = {name: block.n_heads for name, block in spec.blocks() if isinstance(block, LatentAttention)}
     products = {}
     for weight in spec.weights():
-        if len(weight.shape) < 2 or "router" in weight.role or weight.role.endswith(("_bias", "conv")):
+        if not is_matrix(weight) or "router" in weight.role:
             continue
         ref = weight.tensor
         name = ref.name if isinstance(ref, TensorRows | ExpertRows) else ref
-        products[name] = n_used[weight.block] if len(weight.shape) == 3 else 1
+        of_heads = n_heads.get(weight.block, 1) if weight.role in ("k_b", "v_b") else 1
+        products[name] = n_used[weight.block] if len(weight.shape) == 3 else of_heads
     return products
 
 

@@ -27,9 +27,9 @@ from edgeinfer.exporters.manifest import sha256_of, tool_version
 from edgeinfer.exporters.request import StepProgress, no_progress
 from edgeinfer.exporters.source import Source
 from edgeinfer.exporters.virtual_file import model_file_of
-from edgeinfer.models import ModelSpec, read_draft_spec
+from edgeinfer.models import LatentAttention, ModelSpec, read_draft_spec
 from edgeinfer.models.draft_head import HEADS
-from edgeinfer.models.spec import Weight
+from edgeinfer.models.spec import Weight, is_matrix
 
 Progress = Callable[[float], None]
 _COLUMN_BYTES = 8 + 8 + 4  # float64 in the engine and of what it gives, float32 of the file
@@ -63,13 +63,17 @@ def squares_bytes(spec: ModelSpec) -> int:
 
     The engine has one for what several matrices read, so that this is a little more than it takes.
     """
-    return _COLUMN_BYTES * sum(_n_columns(weight) for weight in spec.weights())
+    n_heads = {name: block.n_heads for name, block in spec.blocks() if isinstance(block, LatentAttention)}
+    return _COLUMN_BYTES * sum(_n_columns(weight, n_heads.get(weight.block, 1)) for weight in spec.weights())
 
 
-def _n_columns(weight: Weight) -> int:
-    """Columns that are summed of a weight: of matrices that inputs are multiplied with, but for that of the output."""
-    is_summed = len(weight.shape) > 1 and weight.block != "" and not weight.role.endswith(("bias", "conv"))
-    return math.prod(weight.shape[:-2]) * weight.shape[-1] if is_summed else 0
+def _n_columns(weight: Weight, n_heads: int) -> int:
+    """Columns that are summed of a weight: of matrices that inputs are multiplied with, but for that of the output.
+
+    n_heads: heads of latent attention, whose matrices count apart.
+    """
+    n_matrices = n_heads if weight.role in ("k_b", "v_b") else math.prod(weight.shape[:-2])
+    return n_matrices * weight.shape[-1] if is_matrix(weight) and weight.block != "" else 0
 
 
 def imatrix_beside(source: Source, out: Path, calibration: Path | None, report: StepProgress = no_progress) -> Path:

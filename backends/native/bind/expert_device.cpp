@@ -15,8 +15,11 @@ using Outputs = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::
 // Calls methods of a Python object; see ExpertDevice in backends/base.py. What it raises stops the pass.
 class PythonExpertDevice : public ExpertDevice {
 public:
-    PythonExpertDevice(nb::object device, int n_embd)
-        : expert_device_(std::move(device)), n_embd_(static_cast<size_t>(n_embd)) {}
+    PythonExpertDevice(nb::object device, const DecoderConfig& config) : expert_device_(std::move(device)) {
+        for (const LayerConfig& layer : config.layers) {
+            n_in_of_.push_back(static_cast<size_t>(layer.experts() ? layer.experts()->n_in(config.n_embd) : 0));
+        }
+    }
     ~PythonExpertDevice() override {
         HeldGil acquire;
         expert_device_.reset();
@@ -38,22 +41,23 @@ public:
         std::vector<int32_t> experts;
         std::vector<int> n_rows;
         size_t n = 0;
+        n_in_ = n_in_of_[static_cast<size_t>(layer)];
         for (const Taken& each : taken) {
             experts.push_back(each.expert);
             n_rows.push_back(each.n_rows);
             n += static_cast<size_t>(each.n_rows);
         }
         call([&] {
-            auto* inputs = new std::vector<float>(n * n_embd_);
+            auto* inputs = new std::vector<float>(n * n_in_);
             const nb::capsule owner(inputs, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
             float* to = inputs->data();
             for (const Taken& each : taken) {
-                for (int i = 0; i < each.n_rows; i++, to += n_embd_) {
+                for (int i = 0; i < each.n_rows; i++, to += n_in_) {
                     const float* from = h + static_cast<size_t>(rows[each.first_row + i]) * ld;
-                    std::memcpy(to, from, sizeof(float) * n_embd_);
+                    std::memcpy(to, from, sizeof(float) * n_in_);
                 }
             }
-            const nb::ndarray<nb::numpy, float, nb::ndim<2>> array(inputs->data(), {n, n_embd_}, owner);
+            const nb::ndarray<nb::numpy, float, nb::ndim<2>> array(inputs->data(), {n, n_in_}, owner);
             expert_device_.attr("start")(layer, experts, n_rows, array);
         });
     }
@@ -92,17 +96,18 @@ private:
     void write(const Outputs& rows, float* out, size_t ld) const {
         size_t n = 0;
         for (const Taken& each : taken) n += static_cast<size_t>(each.n_rows);
-        if (rows.shape(0) != n || rows.shape(1) != n_embd_) throw nb::value_error("finish: rows of another shape");
+        if (rows.shape(0) != n || rows.shape(1) != n_in_) throw nb::value_error("finish: rows of another shape");
         const float* from = rows.data();
         for (const Taken& each : taken) {
-            for (int i = 0; i < each.n_rows; i++, from += n_embd_) {
-                std::memcpy(out + static_cast<size_t>(each.first_row + i) * ld, from, sizeof(float) * n_embd_);
+            for (int i = 0; i < each.n_rows; i++, from += n_in_) {
+                std::memcpy(out + static_cast<size_t>(each.first_row + i) * ld, from, sizeof(float) * n_in_);
             }
         }
     }
 
     nb::object expert_device_;
-    size_t n_embd_;
+    std::vector<size_t> n_in_of_;  // numbers of a row, by layer
+    size_t n_in_ = 0;              // of those that were started
     std::exception_ptr raised_;
 };
 
@@ -110,7 +115,7 @@ private:
 
 void set_expert_device(Decoder& decoder, nb::object device) {
     std::shared_ptr<ExpertDevice> made;
-    if (!device.is_none()) made = std::make_shared<PythonExpertDevice>(std::move(device), decoder.config().n_embd);
+    if (!device.is_none()) made = std::make_shared<PythonExpertDevice>(std::move(device), decoder.config());
     ReleasedGil release;  // a pass that runs may need the lock before it ends
     decoder.set_expert_device(std::move(made));
 }

@@ -177,7 +177,7 @@ void ExpertsBlock::record_inputs_of_down(const Pass& pass, int thread) const {
     });
     if (!config_.n_ff_shared) return;
     pass.for_tasks(thread, InputSquares::parts_of(config_.n_ff_shared),
-                   [&](int part) { pass.squares->add({&shared_down_}, b.shared_gate, b.ld_shared, pass.n, part); });
+                   [&](int part) { pass.squares->add({&shared_down_}, b.shared_gate, b.ld_shared, pass.n, part, 0); });
 }
 
 // ---- routing -------------------------------------------------------------------------------------------------------

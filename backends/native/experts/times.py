@@ -22,5 +22,6 @@ def expert_seconds(
         _core.PackedMatrix(int(part.type), *part.shape, part.data(model, expert), 1.0, part.packed_as)
         for expert in range(n_experts)
         for part in layer.parts
+        if part.n_bytes  # of experts without gates one has none
     ]
     return {n: min(_core.time_products(matrices, isa, n_threads, n) for _ in range(_TRIES)) / n_experts for n in sizes}

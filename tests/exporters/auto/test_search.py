@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_latents import write_tiny_latents
+from tiny_mamba import write_tiny_mamba
 from tiny_models import write_tiny_model
 
 from edgeinfer.common.errors import BudgetExceeded, InvalidArgument
@@ -48,6 +50,20 @@ def test_windows_have_the_rows_that_count() -> None:
     assert len(whole.tokens) == 60 and whole.rows == [*range(4, 39), *range(44, 59)]
     assert len(rest.tokens) == 40 and rest.rows == [*range(4, 39)]
     assert [len(each.rows) for each in windows_of(TEXTS, 60, 2, 10)] == [10, 10]
+
+
+def test_formats_are_chosen_of_matrices_only(tmp_path: Path) -> None:
+    """Not of vectors that files have as matrices; of a head's own matrices a token uses all, of experts' some."""
+    with ModelFile.open(write_tiny_mamba(tmp_path / "m.gguf", "nemotron_h_moe+latent", "F16")) as file:
+        names = {subject.name for subject in subjects_of(GgufSource(file), read_spec(file))}
+    assert not any("ssm_norm" in name or "ssm_a" in name or "conv1d" in name for name in names)
+    assert {f"blk.1.ffn_{role}.weight" for role in ("latent_down", "latent_up", "up_exps", "down_shexp")} <= names
+    types = dict.fromkeys(("attn_k_b", "attn_v_b", "ffn_up_exps", "attn_q"), "F16")
+    with ModelFile.open(write_tiny_latents(tmp_path / "l.gguf", "lite", "Q8_0", types=types)) as file:
+        subjects = {subject.name: subject for subject in subjects_of(GgufSource(file), read_spec(file))}
+    for name, expected in (("attn_k_b", (4, 4)), ("attn_v_b", (4, 4)), ("ffn_up_exps", (8, 3)), ("attn_q", (1, 1))):
+        subject = subjects[f"blk.1.{name}.weight"]
+        assert (subject.n_matrices, subject.n_used) == expected, name
 
 
 def seconds_by_bytes(
