@@ -29,7 +29,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 MIB = 1 << 20
 N_ANSWER, N_REPEATED = 16, 48  # tokens of an answer, and of one that repeats a text
 ROWS = 32  # tokens of a recurrence that are pending, and as many that are in no state yet
-CHAIN = 40  # tokens of a pass that leaves a checkpoint
+CHAIN = ROWS + 1  # tokens of a pass that leaves a checkpoint
 MEMORY = re.compile(r"^(VmRSS|VmHWM):\s+(\d+) kB", re.MULTILINE)
 
 
