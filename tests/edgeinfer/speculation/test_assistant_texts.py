@@ -20,6 +20,8 @@ from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
 from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
+from edgeinfer.speculation.calibration import measure_costs
+from edgeinfer.speculation.draft_source import TimedReader
 from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.head import HeadDrafter
 
@@ -165,6 +167,17 @@ def test_a_session_that_is_put_aside_and_taken_up_is_followed(pair: Pair, plain:
     with opened(pair.target, draft=[str(pair.assistant)], parallel=2) as engine:
         found = [each.tokens for each in engine.generate_many(prompts, max_tokens=40, temperature=0.0)]
     assert found == [tokens_of(plain, REQUESTS[0], 40, prompt) for prompt in prompts]
+
+
+def test_its_costs_are_measured_behind_tokens_of_the_target_which_is_empty_again(pair: Pair) -> None:
+    with opened(pair.target, draft=[str(pair.assistant)]) as engine:
+        session, head = engine.session, engine.speculator.drafters[0].session
+        assert session.n_past == 0  # after the load, which measured too
+        timed = TimedReader(session, head)
+        curve = measure_costs(timed, 5.0)
+        assert session.n_past == timed.n_past == 0
+        assert curve.n_far == 192 and set(curve.far) <= set(curve.near) and {1, 2, 4, 8} <= set(curve.near)
+        assert measure_costs(timed, 0.0).n_far == 0
 
 
 def test_tokens_that_the_tokenizer_lacks_are_never_drafted(pair: Pair) -> None:
