@@ -592,6 +592,7 @@ def _layers_of_assistant(reader: Reader) -> tuple[Layer, ...]:
     for key in ("nextn_predict_layers", "attention.shared_kv_layers"):
         if (n := reader.integer(key, 0, 4096, default=n_layers)) != n_layers:
             reader.refuse(key, f"must be {n_layers}, all layers: found {n}")
+    reader.integer("attention.sliding_window", 2, 1 << 30)  # of the target's positions one less
     windowed, kinds = reader.windowed(PERIOD), attention_by_kind(reader, n_embd)
     n_kv_heads = reader.of_layers("attention.head_count_kv", 1, 1 << 14)
     n_ff = reader.of_layers("feed_forward_length", 1, 1 << 20)

@@ -186,8 +186,8 @@ bool Decoder::run_reading(std::span<const SequenceRows> sequences, Pass& pass, u
 
 std::vector<int32_t> Decoder::clusters() {
     const std::lock_guard<std::mutex> one_at_a_time(running_);
-    const int32_t* chosen = activations_->clusters;
-    return {chosen, chosen + (config_.clusters.n ? n_last_rows_ * config_.clusters.n_used : 0)};
+    if (!clustered_output_) return {};
+    return {activations_->clusters, activations_->clusters + n_last_rows_ * config_.clusters.n_used};
 }
 
 bool Decoder::forward_from(const SequenceRows& sequence, int first_layer, const float* x, const int32_t* rows,

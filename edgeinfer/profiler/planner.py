@@ -125,7 +125,16 @@ def _drafters_of(drafts: DraftPlan | None) -> Drafters:
     is_head = isinstance(drafts.spec, HeadSpec)
     rate = drafts.spec.acceptance_rate if isinstance(drafts.spec, HeadSpec) else None
     names = (*free, "head" if is_head else "model")
-    return Drafters(names, _bytes_of_token(drafts.plan, drafts.spec), rate, is_head, dict(drafts.dropped))
+    n_bytes = _bytes_of_token(drafts.plan, drafts.spec) - _unread_output(drafts.file, drafts.spec)
+    return Drafters(names, n_bytes, rate, is_head, dict(drafts.dropped))
+
+
+def _unread_output(file: ModelFile, spec: ModelSpec | HeadSpec | None) -> int:
+    """Bytes of an output matrix whose clusters a draft token does not look at."""
+    if not isinstance(spec, HeadSpec) or spec.clusters is None or not isinstance(spec.decoder.output, str):
+        return 0
+    n_bytes, clusters = file.tensors[spec.decoder.output].n_bytes, spec.clusters
+    return n_bytes * (clusters.n_clusters - clusters.n_used) // clusters.n_clusters
 
 
 def _bytes_of_token(plan: MemoryPlan, spec: ModelSpec | HeadSpec | None) -> int:

@@ -11,6 +11,8 @@ from drafting import FixedCosts, cost_model, tree_of_head
 from exactness import TREE, branch_to
 from interrupts import interrupted_every
 from reference_head import ReferenceHead, open_reference_head
+from tiny_assistants import write_tiny_assistant
+from tiny_gemma4 import write_tiny_gemma4
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -211,6 +213,17 @@ def test_an_eagle3_head_is_refused_with_what_runs_it(kind: Kind, tmp_path: Path)
         pytest.raises(UnsupportedModel, match="EAGLE-3 heads .*: run them on the native engine"),
     ):
         head_backend_of(kind, model).plan(file, read_head(file), LoadSettings(256))
+
+
+def test_an_assistant_is_refused_by_name(kind: Kind, tmp_path: Path) -> None:
+    target = write_tiny_gemma4(tmp_path / "t.gguf")
+    with (
+        ModelFile.open(target) as model,
+        ModelFile.open(write_tiny_assistant(tmp_path / "a.gguf", target)) as file,
+        pytest.raises(UnsupportedModel, match="assistants that attend to their target's .* on the native engine"),
+    ):
+        head = read_head_beside(file, model, read_spec(model))
+        head_backend_of(kind, model).plan(file, head, LoadSettings(256))
 
 
 def test_another_thread_can_stop_a_pass(heads: Heads) -> None:

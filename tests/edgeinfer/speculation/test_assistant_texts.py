@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from drafting import PROMPT, FixedCosts, tokens_of
 from tiny_assistants import write_tiny_assistant
@@ -18,6 +19,10 @@ from edgeinfer.backends.native import NativeAssistantSession
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.loading import plan as load_plan
 from edgeinfer.memory.process import Process
+from edgeinfer.speculation.acceptance import AcceptanceTable, ChainLengthRule
+from edgeinfer.speculation.calibration import measure_costs
+from edgeinfer.speculation.draft_source import TimedReader
+from edgeinfer.speculation.drafters.base import Context
 from edgeinfer.speculation.drafters.head import HeadDrafter
 
 REQUESTS: list[dict[str, Any]] = [
@@ -162,6 +167,36 @@ def test_a_session_that_is_put_aside_and_taken_up_is_followed(pair: Pair, plain:
     with opened(pair.target, draft=[str(pair.assistant)], parallel=2) as engine:
         found = [each.tokens for each in engine.generate_many(prompts, max_tokens=40, temperature=0.0)]
     assert found == [tokens_of(plain, REQUESTS[0], 40, prompt) for prompt in prompts]
+
+
+def test_its_costs_are_measured_behind_tokens_of_the_target_which_is_empty_again(pair: Pair) -> None:
+    with opened(pair.target, draft=[str(pair.assistant)]) as engine:
+        session, head = engine.session, engine.speculator.drafters[0].session
+        assert session.n_past == 0  # after the load, which measured too
+        timed = TimedReader(session, head)
+        curve = measure_costs(timed, 5.0)
+        assert session.n_past == timed.n_past == 0
+        assert curve.n_far == 192 and set(curve.far) <= set(curve.near) and {1, 2, 4, 8} <= set(curve.near)
+        assert measure_costs(timed, 0.0).n_far == 0
+
+
+def test_tokens_that_the_tokenizer_lacks_are_never_drafted(pair: Pair) -> None:
+    """Of the last rows of a vocabulary, which only fill it up; also where the target samples."""
+    with opened(pair.target, draft=[str(pair.assistant)]) as engine:
+        head = engine.speculator.drafters[0]
+        few = HeadDrafter(head.session, head._draft_vocab, 60, FixedCosts())
+        ids = engine.tokenize(PROMPT)
+        hidden = engine.session.forward(ids, hidden=True).hidden
+        engine.session.commit(range(len(ids)))
+        few.follow(engine.session)
+        few.observe_features([*ids, 33], 0, hidden[0])
+        for is_plain in (True, False):
+            context = Context([*ids, 33], lambda logits, _: int(logits.argmax()), is_plain, is_plain=is_plain)
+            context.acceptance = AcceptanceTable()
+            context.acceptance.length_rule = ChainLengthRule([1.0] * 33, 0.001, 0.0, 12)
+            tree = few.propose(context, 12)
+            assert tree.tokens and max(tree.tokens) < 60
+            assert np.isneginf(few._logits).all() or head.session.spec.clusters is None
 
 
 def test_another_target_is_refused_by_what_differs(tmp_path: Path) -> None:
