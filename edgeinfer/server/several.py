@@ -25,7 +25,7 @@ Load: TypeAlias = "Callable[[Path, int | None], Engine]"
 
 @dataclass
 class _Entry:
-    """A model of the server.  n_users: requests that use it.  used: when the last one ended, by time.monotonic."""
+    """A model of the server.  n_users: requests that use it.  used: when the last one came, by time.monotonic."""
 
     served: Served | None
     path: Path
@@ -134,19 +134,19 @@ class SeveralModels(Models):
             if entry.served is None:
                 await self._bring(entry)
             entry.n_users += 1
+            entry.used = time.monotonic()
             assert entry.served is not None
             return entry.served
 
     async def _give_back(self, entry: _Entry) -> None:
         """A request has ended: others may need the memory, and the model may be kept for some time only."""
         entry.n_users -= 1
-        entry.used = time.monotonic()
         async with self._freed:
             self._freed.notify_all()
         served = entry.served
         if served is None or entry.n_users or served.kept == math.inf:
             return
-        served.until = entry.used + served.kept
+        served.until = time.monotonic() + served.kept
         loop = asyncio.get_running_loop()
         entry.timer = loop.call_later(served.kept, lambda: loop.create_task(self._expire(entry, served)))
 
@@ -176,7 +176,7 @@ class SeveralModels(Models):
         return max(1, self._budget - sum(max(0, item.planned - (item.taken or 0)) for item in items))
 
     async def _make_room(self, entry: _Entry) -> bool:
-        """Unload the model that was not used for longest, when its requests have ended; whether there was one."""
+        """Unload the model that was not asked for longest, when its requests have ended; whether there was one."""
         others = [each for each in self._entries if each.served is not None and each is not entry]
         if not others:
             return False

@@ -77,6 +77,18 @@ def test_models_are_loaded_when_asked_for_and_the_oldest_goes(served):
     assert ask(server, "two") == texts["two"]
 
 
+def test_the_oldest_is_the_one_that_was_not_asked_for_longest(served):
+    server, loads = served
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        long = threads.submit(ask, server, "one", max_tokens=200)  # ends after those of "two"
+        server.wait(lambda: loads.loaded == ["one"])
+        ask(server, "two")
+        long.result(30)
+    server.wait(lambda: "running 0" in server.get("/metrics").body.decode())
+    ask(server, "three")
+    assert "one" not in loads.loaded and loads.log == ["one", "two", "three"]
+
+
 def test_requests_wait_for_a_model_in_use(served):
     server, loads = served
     names = [NAMES[number % 3] for number in range(12)]
