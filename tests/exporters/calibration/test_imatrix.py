@@ -35,7 +35,15 @@ from edgeinfer.models import read_spec
 from edgeinfer.models.gguf import ModelFile
 
 TEXTS = (list(range(3, 40)), [5, 8, 200])
-HYBRIDS = ("qwen35", "qwen3next", "lfm2moe", "granitehybrid+experts", "nemotron_h", "nemotron_h_moe+latent", "falcon-h1")
+HYBRIDS = (
+    "qwen35",
+    "qwen3next",
+    "lfm2moe",
+    "granitehybrid+experts",
+    "nemotron_h",
+    "nemotron_h_moe+latent",
+    "falcon-h1",
+)
 LATENTS = [f"latents {kind}" for kind in LATENT_KINDS]
 GEMMA4 = [f"gemma4 {kind}" for kind in GEMMA4_VARIANTS]
 Found = dict[str, tuple[np.ndarray, np.ndarray]]
