@@ -23,6 +23,7 @@ from edgeinfer.models.spec import (
     LayerEnd,
     LayerInputs,
     ModelSpec,
+    TensorRows,
 )
 
 _EXPERTS = ExpertRecipe(n_ff="own", n_ff_shared="length or whole", is_normalised=True, activation="gelu_tanh")
@@ -63,16 +64,14 @@ def _of_layer(reader: Reader, common: Attention, index: int, producer: int, n_kv
     if common.n_heads % n_kv_heads:
         reader.refuse("attention.head_count_kv", f"must divide the {common.n_heads} heads: found {n_kv_heads}")
     own, of, common = f"blk.{index}.", f"blk.{producer}.", replace(common, n_kv_heads=n_kv_heads)
-    k = f"{of}attn_k.weight"
-    v = f"{of}attn_v.weight"
-    matrices = {"q": f"{own}attn_q.weight", "k": k, "v": v if v in reader.file.tensors else k}
-    fused = [reader.fused_attention(prefix, common.n_q, common.n_kv) for prefix in (own, of)]
-    matrices |= {
-        role: refs[f"mixer.{role}"] for role, refs in zip("qkv", [fused[0], fused[1], fused[1]], strict=True) if refs
-    }
+    fused, of_producer = (reader.fused_attention(prefix, common.n_q, common.n_kv) for prefix in (own, of))
+    k = of_producer.get("mixer.k", f"{of}attn_k.weight")
+    v = of_producer.get("mixer.v", f"{of}attn_v.weight")
     return replace(
         common,
-        **matrices,
+        q=fused.get("mixer.q", f"{own}attn_q.weight"),
+        k=k,
+        v=v if isinstance(v, TensorRows) or v in reader.file.tensors else k,
         output=f"{own}attn_output.weight",
         norm=f"{own}attn_norm.weight",
         post_norm=f"{own}post_attention_norm.weight",

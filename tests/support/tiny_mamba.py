@@ -110,7 +110,7 @@ def write_tiny_mamba(
     is_wide = not {tensor_type, *(types or {}).values()}.isdisjoint(BLOCK_256_TYPES)
     n_embd = n_embd or (256 if is_wide else 128)
     wide = {"n_ff_expert": 256, "n_ff_shared": 256} if is_wide else {}
-    kinds = tuple(kinds or _KINDS[architecture]) + ("drafting",) * n_nextn
+    kinds = (*(kinds or _KINDS[architecture]), *["drafting"] * n_nextn)
     sizes = MambaSizes(
         *(n_embd, len(kinds), 4, 2, n_embd // 4, 512 if is_wide else 96, n_vocab, kinds, n_groups, n_mamba_heads),
         *(n_per_head or 2 * n_embd // n_mamba_heads, n_per_key or 16, 4),
@@ -120,16 +120,11 @@ def write_tiny_mamba(
     )
     writer = named_writer(path, architecture, tensor_type)
     keys = {"context_length": n_ctx_train, **_keys(architecture, sizes)}
-    keys |= {"nextn_predict_layers": n_nextn} if n_nextn else {}
     add_keys(writer, {f"{architecture}.{key}": value for key, value in keys.items()} | dict(metadata or {}))
     add_bpe(writer, n_vocab, {}, CHATML)
     for name, shape in _shapes(architecture, sizes, tied, has_ssm_norm):
         type = type_of(name.removesuffix(".weight"), tensor_type, types or {})
-        if values and name in values:
-            add = add_experts if len(shape) == 3 else add_matrix
-            add(writer, name, type, values[name])
-        else:
-            _add(writer, name, shape, type, tied, seed)
+        _add(writer, name, shape, type, tied, seed, (values or {}).get(name))
     return written(writer, path)
 
 
@@ -163,6 +158,8 @@ def _keys(architecture: str, sizes: MambaSizes) -> dict[str, Value]:
             keys |= {"expert_weights_scale": 2.5, "expert_shared_count": 1, "expert_group_count": 1}
     if sizes.n_latent:
         keys["moe_latent_size"] = sizes.n_latent
+    if n_nextn := sizes.kinds.count("drafting"):
+        keys["nextn_predict_layers"] = n_nextn
     return keys
 
 
@@ -263,10 +260,23 @@ def _network(ending: str, n_ff: int, n_embd: int) -> Shapes:
     }
 
 
-def _add(writer: gguf.GGUFWriter, name: str, shape: tuple[int, ...], tensor_type: str, tied: bool, seed: int) -> None:
-    """Add a tensor with numbers that fit its role: no default hides them, and the state remembers some tokens."""
+def _add(
+    writer: gguf.GGUFWriter,
+    name: str,
+    shape: tuple[int, ...],
+    tensor_type: str,
+    tied: bool,
+    seed: int,
+    values: Floats | None,
+) -> None:
+    """Add a tensor with numbers that fit its role: no default hides them, and the state remembers some tokens.
+
+    values: of a matrix that has others.
+    """
     role, x = name.removesuffix(".weight"), normal(seed, name, shape)
-    if role.endswith(_F32) or len(shape) == 1:
+    if values is not None:
+        (add_experts if len(shape) == 3 else add_matrix)(writer, name, tensor_type, values)
+    elif role.endswith(_F32) or len(shape) == 1:
         writer.add_tensor(name, _float(role.split(".", 2)[-1], x))
     elif len(shape) == 3:
         add_experts(writer, name, tensor_type, x / np.float32(shape[2] ** 0.5))

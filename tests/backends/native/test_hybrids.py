@@ -17,6 +17,7 @@ from tiny_mamba import write_tiny_mamba
 
 from edgeinfer.backends.base import Rows, run_sequence
 from edgeinfer.backends.native import NativeBackend, NativeModel, NativeSession, available_isas
+from edgeinfer.backends.native.packing.packed import packed_path
 from edgeinfer.backends.reference import ReferenceBackend
 from edgeinfer.common.errors import Interrupted, ShapeError, UnsupportedModel
 from edgeinfer.common.settings import CacheType, LoadSettings
@@ -249,6 +250,16 @@ def test_experts_in_a_hybrid_with_a_small_cache(tmp_path: Path) -> None:
         tokens = some_tokens(np.random.default_rng(4), 60)
         assert same_bits(read(resident.session(), tokens), read(cached.session(), tokens))
         Text(cached, np.random.default_rng(5)).go_on(15)
+
+
+def test_experts_with_rows_of_their_own_from_packed_weights(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "m.gguf", some_tokens(np.random.default_rng(4), 60)
+    opener = Opener(write_tiny_mamba(path, "nemotron_h_moe+latent", "Q4_K"))
+    expected, sizes = read(opener(), tokens), NativeBackend().expert_sizes(opener.file, opener.spec)
+    NativeBackend().pack(opener.file, opener.spec, packed_path(path))
+    assert opener.model().memory().mapped_experts == sizes.total
+    assert same_bits(read(opener(), tokens), expected)
+    assert same_bits(read(opener.model(expert_cache=sizes.least).session(), tokens), expected)
 
 
 @pytest.mark.parametrize("n_latent, tensor_type", [(32, "Q8_0"), (40, "F16"), (192, "Q8_0"), (256, "Q4_K")])

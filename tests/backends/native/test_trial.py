@@ -5,6 +5,7 @@ import math
 import pytest
 from tiny_experts import write_tiny_experts
 from tiny_gemma4 import GEMMA4_VARIANTS, write_tiny_gemma4
+from tiny_mamba import write_tiny_mamba
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend
@@ -27,6 +28,19 @@ def test_experts_of_a_token_are_timed_as_one_network(tmp_path):
 @pytest.mark.parametrize("variant", GEMMA4_VARIANTS)
 def test_layers_that_need_others_are_timed_alone(tmp_path, variant):
     check(write_tiny_gemma4(tmp_path / "m.gguf", variant, "Q8_0"), "f16")
+
+
+@pytest.mark.parametrize("n_latent", [64, 192])
+def test_experts_with_rows_of_their_own_count_as_much_as_they_are(tmp_path, n_latent):
+    path = write_tiny_mamba(
+        tmp_path / "m.gguf", "nemotron_h_moe+latent", "Q8_0", kinds=["recurrent", "network"] * 2, n_latent=n_latent
+    )
+    check(path, "f16")
+    with ModelFile.open(path) as file:
+        spec = NativeBackend().read_spec(file)
+        found = weight_bytes(file, spec, "2")[0]
+    of_token = sum(layer.mixer.multiply_adds() + layer.ffn.multiply_adds() for layer in spec.layers) * 34 / 32
+    assert of_token * 0.95 < found < of_token * 1.25  # a whole number of 256 rows each
 
 
 def check(path, cache_type):
