@@ -2,8 +2,8 @@
 
 import json
 import os
-import signal
 import random
+import signal
 import time
 
 import pytest
