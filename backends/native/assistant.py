@@ -188,11 +188,10 @@ class NativeAssistantSession(OfOneProcess, TargetReader):
 
     @override
     def commit(self, path: ArrayLike) -> None:
-        """See TargetReader."""
+        pass  # nothing was kept
 
     @override
     def truncate(self, n_past: int) -> int:
-        """See TargetReader."""
         return self.n_past
 
     @override
