@@ -188,7 +188,7 @@ class NativeAssistantSession(OfOneProcess, TargetReader):
 
     @override
     def commit(self, path: ArrayLike) -> None:
-        pass  # the target's rows are all there is
+        pass  # nothing was kept
 
     @override
     def truncate(self, n_past: int) -> int:
