@@ -12,6 +12,7 @@ from typing import Any
 
 import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
+import hypothesis
 import kept_bytecode  # noqa: F401
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ pytest_plugins = ["time_limits", "scheduling"]
 def pytest_configure() -> None:
     """Started in the background of a script, a process is deaf to Ctrl-C; the tests of Ctrl-C are not."""
     required()  # fails early where it is wrong
+    hypothesis.settings.register_profile("any-machine", deadline=None)  # timings never decide a test
+    hypothesis.settings.load_profile("any-machine")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -419,7 +419,6 @@ _texts = st.lists(st.sampled_from([*CONTROLS, "<tool>", "<", "|>", "<|im_", "end
 )
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), _texts)), st.booleans())
 def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]], begin: bool) -> None:
     messages = [{"role": role, "content": text} for role, text in conversation]
@@ -431,7 +430,6 @@ def test_no_message_can_write_a_control_token(conversation: list[tuple[str, str]
     assert [id for id in ids if TINY.is_control(id)] == [id for id in expected if TINY.is_control(id)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(alphabet="ab \n<|>_im")))
 def test_harmless_messages_are_encoded_as_the_rendered_text_is(texts: list[str]) -> None:
     messages = [{"role": "user", "content": text} for text in texts]
@@ -628,7 +626,7 @@ def test_conversation_with_the_default_model_is_encoded_as_its_text_is(default_m
     assert sum(map(tokenizer.is_control, ids)) == sum(map(tokenizer.is_control, harmless))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(["{{", "}}", "{%", "%}", " if ", " for ", "x", " in ", "messages", "[0]", ".a", "|list",
                                  "|join", " endif ", " endfor ", "'a'", "*9", "~", "(", ")", "1", " set ", "=", "loop",
                                  " macro f() ", " endmacro ", "f", "range"]), max_size=40).map("".join))  # fmt: skip

@@ -80,7 +80,7 @@ _METHODS: list[Callable[[str, str, str, int], Any]] = [
 
 
 @given(_marked, _marked, _marked, st.integers(-3, 12), st.integers(0, len(_METHODS) - 1))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_text_is_the_str_that_it_is_and_keeps_track(text: str, a: str, b: str, n: int, which: int) -> None:
     result = _METHODS[which](marked(text), marked(a), marked(b), n)
     if which == 7:
@@ -92,7 +92,6 @@ def test_text_is_the_str_that_it_is_and_keeps_track(text: str, a: str, b: str, n
         assert_tracked(part)
 
 
-@settings(deadline=None)
 @given(_marked, _marked, _marked, st.integers(-1, 4))
 def test_a_str_keeps_track_of_what_replaces_and_joins(text: str, a: str, b: str, n: int) -> None:
     mixed = marked(b)
@@ -105,7 +104,6 @@ def test_a_str_keeps_track_of_what_replaces_and_joins(text: str, a: str, b: str,
     assert_tracked(joined([text, mixed, text], a)[len(text) + len(a) :][: len(b)])
 
 
-@settings(deadline=None)
 @given(st.text(), st.sampled_from([str.title, str.capitalize, str.upper, str.lower, str.casefold, str.swapcase]))
 def test_a_change_of_case_is_that_of_str(text: str, change: Callable[[str], str]) -> None:
     whole = getattr(trusted(text), change.__name__)()
@@ -510,7 +508,7 @@ _EDITS = """
     st.lists(st.sampled_from(re.split(r"[;\n] *", _EDITS.strip())), max_size=4),
     st.lists(st.sampled_from(_fragments), min_size=1, max_size=4).map("".join),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_edits_at_random_keep_track_of_what_is_whose(edits: list[str], text: str) -> None:
     expression = "c"
     for edit in edits:

@@ -202,7 +202,7 @@ def test_pre_tokeniser_cuts_as_expected(pre: str, text: str, expected: list[str]
     assert words(pre, text) == expected
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text() | st.text(alphabet=" \t\n\r'sSlLaA1२²!/\u0301你　", max_size=40))
 def test_pre_tokenisers_neither_lose_nor_add_text(text: str) -> None:
     for pre in PRE_TOKENIZERS:
@@ -465,14 +465,14 @@ def test_most_pre_tokenisers_have_an_expression_for_long_runs() -> None:
 
 
 @pytest.mark.parametrize("patterns", LONG_RUNS, ids=[NAME_OF[patterns] for patterns in LONG_RUNS])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=_runs)
 def test_what_is_quick_on_long_runs_cuts_as_the_plain_expressions_do(patterns: tuple[str, ...], text: str) -> None:
     assert list(cut(NAME_OF[patterns], text)) == [word for word, _ in plain(patterns).pre_tokenize_str(text)]
 
 
 @pytest.mark.parametrize("patterns", FAMILIES, ids=[NAME_OF[patterns] for patterns in FAMILIES])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(text=_runs | st.text(max_size=40), at_once=st.integers(1, 9))
 def test_a_text_is_cut_the_same_piece_by_piece(patterns: tuple[str, ...], text: str, at_once: int) -> None:
     whole = list(cut(NAME_OF[patterns], text))
@@ -740,7 +740,7 @@ _values = (
 )  # as in GGUF
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     base=st.sampled_from([byte_level(), by_score(), byte_level(pre="gemma4"), byte_level(pre="deepseek-llm")]),
     data=st.data(),

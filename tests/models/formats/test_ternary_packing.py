@@ -29,7 +29,7 @@ def a_matrix(n_out: int, n_in: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("pack, unpack, inputs", FORMATS.values(), ids=FORMATS)
 @given(n_out=st.integers(1, 50), n_in=st.integers(1, 90), seed=st.integers(0, 1 << 30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_matrix_of_any_shape_comes_back(
     pack: Pack, unpack: Unpack, inputs: int, n_out: int, n_in: int, seed: int
 ) -> None:

@@ -81,7 +81,7 @@ PAIRS += [("begun bpe", "begun")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=80), rng=st.randoms())
 def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies, pair, parts, rng):
     """In one update, and token by token with corrections."""
@@ -107,7 +107,7 @@ def test_a_text_becomes_the_tokens_that_the_draft_model_would_read(vocabularies,
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" to ".join)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(parts=st.lists(st.sampled_from([one for one in FRAGMENTS if "|" not in one]), min_size=1, max_size=20))
 def test_what_is_drafted_becomes_the_same_text_in_the_targets_tokens(vocabularies, pair, parts):
     target, draft = (vocabularies[name] for name in pair)
