@@ -269,7 +269,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, max_size=20), seed=st.integers(0, 2**32 - 1))
 def test_whatever_is_done_the_text_has_its_bits(
     steps: list[tuple[Any, ...]], seed: int, walkers: tuple[NativeSession, NativeSession, int]
