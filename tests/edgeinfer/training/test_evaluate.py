@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,11 @@ def test_what_it_reports_is_what_distill_reported(given: Path) -> None:
     found, expected = json.loads(result.stdout), json.loads((given / "h.json").read_text())
     assert found["held_out_texts"] == expected["held_out_texts"] > 8
     assert found["vocabulary_coverage"] == expected["vocabulary_coverage"]
-    assert found["match_by_depth"] == pytest.approx(expected["match_by_depth"], abs=0.02)
+    matches = expected["match_by_depth"]
+    for depth, (ours, theirs) in enumerate(zip(found["match_by_depth"], matches, strict=True)):
+        # Of the head as it is in the file one draft may fall differently; few are left to compare in the depth.
+        n_compared = max(1.0, 40 * expected["held_out_texts"] * math.prod(matches[:depth]))
+        assert ours == pytest.approx(theirs, abs=max(0.02, 1.5 / n_compared)), depth
     assert found["tokens_per_step"] == pytest.approx(expected["tokens_per_step"], rel=0.02)
     assert found["match_by_depth"][0] > 0.2
 
