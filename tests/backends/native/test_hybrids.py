@@ -303,7 +303,7 @@ def test_a_pass_that_is_stopped_changes_nothing(dense: Opener, rng: np.random.Ge
     """Some heads of some layers may have their committed rows applied by then, and others not."""
     text, n_stopped = Text(dense.model(n_threads=2), rng), 0
     text.chain()
-    for attempt in range(400):
+    for attempt in range(4000):
         with interrupted_every(0.0002, text.session):
             try:
                 text.session.forward(some_tokens(rng, int(rng.integers(1, N_BATCH))))
