@@ -10,7 +10,7 @@ import pytest
 from constrained import PERSON, TREE, grammar_text
 from parts import missing
 
-from edgeinfer.common.errors import BackendUnavailable, InvalidConstraint
+from edgeinfer.common.errors import BackendUnavailable, ConstraintError, InvalidConstraint
 from edgeinfer.constraints import compiling
 from edgeinfer.constraints.compiling import WORKER, CompileWorker, in_time
 from edgeinfer.constraints.constraint import Constraints
@@ -69,7 +69,7 @@ def test_a_hostile_grammar_is_refused_or_read_within_its_limits(engine, name):
     try:
         completion = engine.generate("x", max_tokens=4, seed=1, **HOSTILE[name])
         assert len(completion.tokens) <= 4
-    except InvalidConstraint as error:
+    except (InvalidConstraint, ConstraintError) as error:  # the latter where it is read in time, and masks are too large
         assert len(str(error)) < 500
     assert time.monotonic() - started < 15  # on a machine that is busy with other tests; alone it is two seconds
     assert resident_bytes() - before < 400 << 20
