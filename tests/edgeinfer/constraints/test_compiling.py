@@ -69,7 +69,7 @@ def test_a_hostile_grammar_is_refused_or_read_within_its_limits(engine, name):
     try:
         completion = engine.generate("x", max_tokens=4, seed=1, **HOSTILE[name])
         assert len(completion.tokens) <= 4
-    except (InvalidConstraint, ConstraintError) as error:  # the latter where it is read in time, and masks are too large
+    except (InvalidConstraint, ConstraintError) as error:  # read in time, with masks too large
         assert len(str(error)) < 500
     assert time.monotonic() - started < 15  # on a machine that is busy with other tests; alone it is two seconds
     assert resident_bytes() - before < 400 << 20
