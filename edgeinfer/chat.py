@@ -358,10 +358,10 @@ class Conversation(OfOneProcess):
 
     def _n_tokens(self, messages: list[Message], add_generation_prompt: bool) -> int:
         """Tokens of the messages; a lower bound where they do not fit, as to count all would take long."""
-        n_least = self._least_tokens(messages, self._values({}))
+        values = self._values({})
+        n_least = self._least_tokens(messages, values)
         if n_least > self.engine.n_ctx:
             return n_least
-        values = self._values({})
         return len(self._encode(messages, add_generation_prompt=add_generation_prompt, values=values))
 
     def _encode(
