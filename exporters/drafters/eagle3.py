@@ -20,12 +20,12 @@ from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import NORMS, Keys, Recipe
 from edgeinfer.exporters.conversion.rope import rope_tensors
 from edgeinfer.exporters.conversion.tensors import EMBEDDINGS, OUTPUT, check_all_taken, layer_tensors, named
+from edgeinfer.exporters.drafters.checked_head import checked_head
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.huggingface import HuggingFaceSource
 from edgeinfer.exporters.source import Source, SourceTensor
-from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.models.arrays import Array
-from edgeinfer.models.draft_head import EAGLE3, EAGLE3_VOCAB, read_head
+from edgeinfer.models.draft_head import EAGLE3, EAGLE3_VOCAB
 from edgeinfer.models.gguf import GGMLType
 
 _LAYERS_OF_TARGET = 3  # whose rows a feature is made of
@@ -98,14 +98,7 @@ def eagle3_source(checkpoint: Checkpoint, target: Source) -> HuggingFaceSource:
     _check_target(model, beside)
     found = _tensors(model, beside)
     metadata: Keys = {**keys.metadata(model, head.folder, beside.n_vocab), **_own_keys(model, beside), **beside.words}
-    source = HuggingFaceSource(model, metadata, found)
-    with model_file_of(source) as file:
-        file.path = source.path
-        try:
-            read_head(file)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"this would make a GGUF file that does not run: {error}") from error
-    return source
+    return checked_head(HuggingFaceSource(model, metadata, found))
 
 
 def _whole_config(config: Config) -> Config:

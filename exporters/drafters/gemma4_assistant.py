@@ -13,19 +13,18 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.architectures import gemma4
 from edgeinfer.exporters.checkpoint import Checkpoint
 from edgeinfer.exporters.conversion import keys, rows
 from edgeinfer.exporters.conversion.model import Model
 from edgeinfer.exporters.conversion.recipe import Keys
 from edgeinfer.exporters.conversion.tensors import named, tensors
+from edgeinfer.exporters.drafters.checked_head import checked_head
 from edgeinfer.exporters.gguf.writer import Metadata
 from edgeinfer.exporters.huggingface import HuggingFaceSource, cut_vocabulary
 from edgeinfer.exporters.source import SourceTensor
-from edgeinfer.exporters.virtual_file import model_file_of
 from edgeinfer.exporters.vocabulary import read_vocabulary
-from edgeinfer.models.draft_head import ASSISTANT, CENTROIDS, CENTROIDS_USED, ORDERING, read_head
+from edgeinfer.models.draft_head import ASSISTANT, CENTROIDS, CENTROIDS_USED, ORDERING
 from edgeinfer.models.gguf import GGMLType
 
 _CLASSES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -58,14 +57,7 @@ def assistant_source(checkpoint: Checkpoint, vocabulary: bool = True) -> Hugging
         model.note("the clusters of tokens are left out, as the embeddings have rows that are no tokens")
         found = [tensor for tensor in found if tensor.name not in (CENTROIDS, ORDERING)]
         del metadata[f"{ASSISTANT}.{CENTROIDS_USED}"]
-    source = HuggingFaceSource(model, {**metadata, **words}, found)
-    with model_file_of(source) as file:
-        file.path = source.path
-        try:
-            read_head(file)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"this would make a GGUF file that does not run: {error}") from error
-    return source
+    return checked_head(HuggingFaceSource(model, {**metadata, **words}, found))
 
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
