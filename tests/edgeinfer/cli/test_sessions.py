@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 from click.testing import CliRunner
@@ -118,11 +119,12 @@ def test_sessions_are_listed_the_newest_first(run, folder):
     assert "there are no sessions yet" in run("--list-sessions").stderr
     for number, name in enumerate(("first", "second")):
         run("--session", name, "hello")
-        os.utime(folder / f"{name}.jsonl", (1e9 + number, 1e9 + number))
+        written = time.mktime((2001, 9, 9, 1, 46, 40 + number, 0, 0, -1))  # as the clocks here show it
+        os.utime(folder / f"{name}.jsonl", (written, written))
     (folder / "notes.txt").write_text("no session")
     listed = run("--list-sessions").stdout.splitlines()
     assert [line.split()[:3] for line in listed] == [["second", "2", "messages"], ["first", "2", "messages"]]
-    assert session_lines() == listed and "2001-09-09" in listed[0]
+    assert session_lines() == listed and "2001-09-09 01:46" in listed[0]
 
 
 def test_listing_needs_no_model(folder):
