@@ -244,10 +244,11 @@ class HybridWalk(Walk):
     def stop(self, i: int) -> None:
         """Until it happened once, or not at all: these models are fast."""
         n = min(64, self.model.n_ctx - len(self.texts[i]))
-        for _ in range(8 if n else 0):
+        tokens = some(self.rng, 1 + self.below(64))[: max(0, n)]  # once: the walk goes on alike whatever is stopped
+        for _ in range(8 if tokens else 0):
             try:
                 with interrupted_every(0.0001, self.sessions[i]):
-                    self.sessions[i].forward(some(self.rng, 1 + self.below(n)))
+                    self.sessions[i].forward(tokens)
             except Interrupted:
                 self.n_stopped += 1
                 break
@@ -304,11 +305,16 @@ def test_whatever_is_done_each_text_of_a_hybrid_has_its_bits(
     for walk in walks:
         for _ in range(200):
             walk.step()
+        # How many passes are stopped, and so which states are left, is up to the machine.
+        for _ in range(2000 if walk is walks[-1] else 0):
+            if all(any(getattr(each, name) for each in walks) for name in ("n_stopped", "n_between")):
+                break
+            walk.step()
         for session in walk.sessions:
             session.park()
     assert (sum(walk.n_full for walk in walks) > 0) == is_full
     assert n_sessions == 1 or sum(walk.n_shared for walk in walks) > (5 if kind != "states" else 0)
-    assert sum(walk.n_between for walk in walks) > 0 and sum(walk.n_stopped for walk in walks) > 0
+    assert any(walk.n_between for walk in walks) and any(walk.n_stopped for walk in walks)
     assert walks[0].sessions[0].memory().kv_cache <= planned(path, 640, 64, parallel=parallel)[0]
 
 
