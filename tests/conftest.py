@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import bare_environment  # noqa: F401
 import calm_threads  # noqa: F401
 import extensions_under_test  # noqa: F401
 import hypothesis
@@ -35,11 +36,22 @@ pytest_plugins = ["time_limits", "scheduling"]
 
 def pytest_configure() -> None:
     """Started in the background of a script, a process is deaf to Ctrl-C; the tests of Ctrl-C are not."""
-    required()  # fails early where it is wrong
-    hypothesis.settings.register_profile("any-machine", deadline=None)  # timings never decide a test
-    hypothesis.settings.load_profile("any-machine")
+    use_hypothesis(is_same_each_time=bool(required()))  # which fails early where the variable is wrong
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def use_hypothesis(is_same_each_time: bool) -> None:
+    """Timings never decide a test. Where all must be tested, as in CI, examples are the same in each run.
+
+    So a change is not judged by what chance finds elsewhere; other runs look for new examples.
+    """
+    default = hypothesis.settings.get_profile("default")  # that of CI differs
+    too_slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile(
+        "any-machine", default, deadline=None, suppress_health_check=too_slow, derandomize=is_same_each_time
+    )
+    hypothesis.settings.load_profile("any-machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

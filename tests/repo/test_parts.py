@@ -1,10 +1,14 @@
 """What `make test` sets up, and what it means that EDGEINFER_REQUIRE names a part."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import bare_environment
+import hypothesis
 import pytest
 from parts import BY_NAME, PARTS, missing, required
 
@@ -35,6 +39,21 @@ def test_a_part_that_does_not_exist_is_refused(named: str, monkeypatch: pytest.M
     monkeypatch.setenv("EDGEINFER_REQUIRE", named)
     with pytest.raises(pytest.UsageError, match="parts: native, .*all"):
         required()
+
+
+def test_examples_are_the_same_each_time_where_parts_are_required() -> None:
+    used = hypothesis.settings()
+    assert used.derandomize is bool(required())
+    assert used.deadline is None and hypothesis.HealthCheck.too_slow in used.suppress_health_check
+
+
+def test_variables_of_proxies_accounts_and_terminals_are_not_seen() -> None:
+    program = "import os; before = set(os.environ); import bare_environment; print(*sorted(before - set(os.environ)))"
+    given = {"https_proxy": "http://127.0.0.1:9", "HF_TOKEN": "x", "FORCE_COLOR": "1", "LANG": "C", "NO_COLOR": ""}
+    folder = str(Path(bare_environment.__file__).parent)
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, env=os.environ | given | {"PYTHONPATH": folder}, capture_output=True, text=True)
+    assert run.stdout == "FORCE_COLOR HF_TOKEN NO_COLOR https_proxy\n", run.stderr
 
 
 def steps(folder: Path, *arguments: str, **environment: str) -> str:
