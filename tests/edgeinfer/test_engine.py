@@ -1,7 +1,6 @@
 """The engine on a tiny model: what it says is a function of the prompt and the parameters, whatever happened before."""
 
 import functools
-import gc
 import importlib.util
 import math
 import os
@@ -662,9 +661,8 @@ def test_close_ends_the_request_of_another_thread_and_waits_for_it(fresh):
     def forward(*args, **options):
         calls.append(args)
         reached.set()
-        while not engine._closed:
+        while not (engine._closed and engine.scheduler.texts[0].is_interrupted):
             time.sleep(0.001)
-        time.sleep(0.02)  # for the interrupt that follows
         return original(*args, **options)
 
     engine.session.forward = forward
@@ -885,7 +883,9 @@ def test_auto_falls_back_to_the_reference_with_a_warning(model, monkeypatch):
     with pytest.raises(BackendUnavailable, match="native"):
         edgeinfer.load(model, backend="native")
     with pytest.warns(RuntimeWarning, match="far slower") as warned, edgeinfer.load(model) as engine:
-        assert engine.backend == "reference" and warned[0].filename == __file__
+        assert engine.backend == "reference"
+    (told,) = (each for each in warned if "far slower" in str(each.message))
+    assert told.filename == __file__
 
 
 def test_importing_edgeinfer_imports_nothing_heavy():
@@ -937,12 +937,20 @@ def test_an_engine_that_is_closed_holds_no_cache(fresh, backend):
 
 @pytest.mark.parametrize("has_draft_model", [False, True])
 def test_an_engine_that_is_closed_has_no_threads(model, has_draft_model):
-    gc.collect()  # engines of other tests
-    n_before = len(os.listdir("/proc/self/task"))
+    before = threads_of_this_process()
     drafts = {"draft": ["suffix", str(model)], "draft_device": "cpu"} if has_draft_model else {}
     engine = edgeinfer.load(model, backend="native", n_threads=3, **drafts)
-    assert len(os.listdir("/proc/self/task")) >= n_before + 2
+    new = threads_of_this_process() - before
+    assert len(new) >= 2
     engine.generate(PROMPT, max_tokens=4, **GREEDY)
+    new |= threads_of_this_process() - before
     engine.close()
     assert engine.session._state is None
-    assert len(os.listdir("/proc/self/task")) == n_before
+    end = time.monotonic() + 60
+    while new & threads_of_this_process():  # one that was joined may be listed for a moment
+        assert time.monotonic() < end, "threads that the engine has started are there"
+        time.sleep(0.001)
+
+
+def threads_of_this_process():
+    return set(os.listdir("/proc/self/task"))
