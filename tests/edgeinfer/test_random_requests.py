@@ -50,8 +50,8 @@ def compared(path, seed, n, n_words=(1, 8, 24), **options):
             engine.speculator.costs = FixedCosts()
         if engine.contexts is not None:
             served(engine, requests[::3], 8)  # so that there is something on disk
+            assert engine.contexts.flush(60) and engine.contexts.problem is None  # before it is forgotten
             engine.forget()
-            assert engine.contexts.flush(60) and engine.contexts.problem is None
         found = served(engine, requests, 8)
         assert not engine.scheduler.texts, "every text has given its place back"
     for request, before, now in zip(requests, expected, found, strict=True):
