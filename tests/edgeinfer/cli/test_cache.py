@@ -14,6 +14,7 @@ from person import MAIN, sitting_at
 from tiny_models import write_tiny_model
 
 from edgeinfer import cli
+from edgeinfer.context_cache import cache
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -30,6 +31,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "cache" / "edgeinfer" / "contexts"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that ends waits until all contexts are written: that thread gives way to all that the machine does."""
+    monkeypatch.setattr(cache, "_CLOSING_SECONDS", 100.0)
+    monkeypatch.setattr(cache.ContextCache.flush, "__defaults__", (100.0,))
 
 
 def run(*arguments: str, code: int = 0, text: str | None = None) -> Result:
