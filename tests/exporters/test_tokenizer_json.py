@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import tokenizers
 from byte_vocabulary import byte_file
-from tokenizer_strings import real_texts, texts
+from tokenizer_strings import sample_texts, texts
 
 from edgeinfer.common.errors import UnsupportedModel
 from edgeinfer.exporters.tokenizer_json import tokenizer_config, tokenizer_json, write_tokenizer
@@ -70,7 +70,7 @@ def line_file() -> ModelFile:
 @cache
 def ten_thousand() -> list[str]:
     specials = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "</s>", "<user>", "<unk>"]
-    plain = (text.encode(errors="replace").decode() for text in texts(1, specials, real_texts([])))
+    plain = (text.encode(errors="replace").decode() for text in texts(1, specials, sample_texts()))
     return list(itertools.islice(plain, 10_000))
 
 

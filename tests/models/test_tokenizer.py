@@ -16,6 +16,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizer_strings import sample_texts
 from tokenizers import pre_tokenizers
 
 from edgeinfer.common.errors import EdgeInferError, TokenizerError, UnsupportedModel
@@ -780,7 +781,7 @@ def compare(llama_cpp: ModuleType) -> ModuleType:
 
 
 def test_ids_pieces_and_stop_tokens_equal_those_of_llama_cpp(compare: ModuleType, default_model: Path) -> None:
-    result = compare.compare(str(default_model), 1000, 1, compare.real_texts([]))
+    result = compare.compare(str(default_model), 1000, 1, sample_texts())
     assert (result["differences"], result["facts_that_differ"]) == (0, [])
 
 
@@ -796,7 +797,7 @@ def test_pre_tokenisers_cut_as_those_of_llama_cpp(
     compare: ModuleType, default_model: Path, tmp_path: Path, pre: str
 ) -> None:
     copy = compare.with_pre(str(default_model), pre, str(tmp_path))
-    assert compare.compare(copy, 300, 2, compare.real_texts([]))["differences"] == 0
+    assert compare.compare(copy, 300, 2, sample_texts())["differences"] == 0
 
 
 def test_the_vocabulary_of_gemma_4_gives_the_ids_of_llama_cpp(compare: ModuleType, tmp_path: Path) -> None:
@@ -814,5 +815,5 @@ def test_the_vocabulary_of_gemma_4_gives_the_ids_of_llama_cpp(compare: ModuleTyp
     writer.add_eos_token_id(1)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.close):
         step()
-    found = compare.compare(str(tmp_path / "gemma.gguf"), 1000, 3, compare.real_texts([]))
+    found = compare.compare(str(tmp_path / "gemma.gguf"), 1000, 3, sample_texts())
     assert (found["differences"], found["facts_that_differ"]) == (0, [])

@@ -21,8 +21,8 @@ from edgeinfer.models.tokenizer import Tokenizer
 
 MIB = 1 << 20
 N_VOCAB = 150_000
-# The first one of another file brings code into memory. Huge pages, where a system gives them unasked, would count whole;
-# and each core keeps some pages back from the counts of the others.
+# The first one of another file brings code into memory. Huge pages, where a system gives them unasked, would count
+# whole; and each core keeps some pages back from the counts of the others.
 PROGRAM = """
 import ctypes, json, os, sys
 from pathlib import Path

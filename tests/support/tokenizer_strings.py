@@ -72,9 +72,17 @@ def texts(seed: int, specials: list[str], real: list[str]) -> Iterator[str]:
 
 
 def real_texts(paths: list[Path]) -> list[str]:
-    """Lines of the repository's own files and of others; a .jsonl file's strings."""
-    found = []
-    for path in [*REPOSITORY.glob("**/*.py"), *REPOSITORY.glob("**/*.md"), *REPOSITORY.glob("*/*/*.cpp"), *paths]:
-        if not {".venv", "build"} & set(path.relative_to(REPOSITORY).parts if path.is_relative_to(REPOSITORY) else ()):
-            found += [line for line in path.read_text(errors="replace").split("\n\n") if line.strip()]
-    return found
+    """Paragraphs of the repository's own files and of others."""
+    own = sorted(path for pattern in ("**/*.py", "**/*.md", "*/*/*.cpp") for path in REPOSITORY.glob(pattern))
+    own = [path for path in own if not {".venv", "build"} & set(path.relative_to(REPOSITORY).parts)]
+    return [text for path in [*own, *paths] for text in _paragraphs(path)]
+
+
+def sample_texts() -> list[str]:
+    """Paragraphs of files that stay as they are: a change elsewhere makes no other strings of them."""
+    names = ("LICENSE", *(f"tests/benchmarks/{name}" for name in ("sample.txt", "everyday.txt", "steering.c")))
+    return [text for name in names for text in _paragraphs(REPOSITORY / name)]
+
+
+def _paragraphs(path: Path) -> list[str]:
+    return [text for text in path.read_text(errors="replace").split("\n\n") if text.strip()]

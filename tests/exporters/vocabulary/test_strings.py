@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 from checkpoints import LLAMA3, byte_level, gemma4_vocabulary, sentence_piece
-from tokenizer_strings import real_texts, texts
+from tokenizer_strings import sample_texts, texts
 
 from edgeinfer.exporters.checkpoint import Config, Folder
 from edgeinfer.exporters.tokenizer_json import write_tokenizer
@@ -26,7 +26,7 @@ def keys_of(folder: Path, n_rows: int, pre: str | None = None) -> dict[str, Meta
 
 def strings(n: int, *specials: str) -> list[str]:
     return list(
-        itertools.islice((text for text in texts(5, list(specials), real_texts([])) if not NEW.search(text)), n)
+        itertools.islice((text for text in texts(5, list(specials), sample_texts()) if not NEW.search(text)), n)
     )
 
 
