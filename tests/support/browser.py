@@ -15,7 +15,7 @@ from typing import Any
 
 from parts import missing
 
-SECONDS = 20.0
+SECONDS = 100.0  # for an answer, and for what is waited for
 
 
 def chromium() -> str:
@@ -38,7 +38,8 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         flags = (
-            "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --remote-debugging-pipe"
+            "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --no-proxy-server "
+            "--remote-debugging-pipe"
         )
         command = f'exec "$0" {flags} --user-data-dir="$1" about:blank 3<&{to_read} 4>&{to_write}'
         self._process = subprocess.Popen(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +21,12 @@ from edgeinfer.server.served import Models, Served
 from edgeinfer.server.server import Server, Shown
 from edgeinfer.server.serving import bind, serve
 
-SECONDS = 60.0  # for a reply
+SECONDS = 60.0  # for a reply, and for what is waited for
 ALL = Shown()
+# Times that hardly any test is about: no machine is so slow that it is over before them.
+_LIMITS = Limits(headers_seconds=120.0, body_seconds=120.0, idle_seconds=120, ping_seconds=600.0, drain_seconds=0.2)
+# Of other programs that a test starts: below those that Linux gives to connections, above those of Ray's workers.
+_FREE_PORTS = range(20_000, 32_000)
 
 
 @dataclass
@@ -88,7 +94,7 @@ class Running:
         assert reply.status == 200, (reply.status, reply.body)
         return reply.json
 
-    def wait(self, is_so: Callable[[], object], seconds: float = 10.0) -> float:
+    def wait(self, is_so: Callable[[], object], seconds: float = SECONDS) -> float:
         """Wait until something is so; the seconds that it took."""
         start = time.monotonic()
         while not is_so():
@@ -119,7 +125,7 @@ def running(
         models = Models(Served(engine, "tiny", frozenset({"tiny.gguf", "Tiny Alias"})), any_name)
         n_parallel = n_parallel or engine.scheduler.n_parallel
     assert models is not None
-    limit = replace(Limits(drain_seconds=0.2), **limits)
+    limit = replace(_LIMITS, **limits)
     server = Server(models, limit, access or Access(), n_parallel or 4, log.append, shown)
     listening = bind("127.0.0.1", 0)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # of its connections: less than an answer
@@ -131,23 +137,64 @@ def running(
 
     thread = threading.Thread(target=serve, args=(server, listening, begun), daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(SECONDS)
     try:
         yield Running(server, listening.getsockname()[1], engine, log, stops[0])
     finally:
         with_end = threading.Thread(target=stops[0])
         with_end.start()
-        with_end.join(10)
-        thread.join(30)
+        with_end.join(SECONDS)
+        thread.join(SECONDS)
         listening.close()
         assert not thread.is_alive(), "the server did not end"
 
 
+class Gate:
+    """Lets passes of an engine through, as many as it was told."""
+
+    def __init__(self, n: float) -> None:
+        self._changed = threading.Condition()
+        self._n_left = n
+
+    def let(self, n: float = math.inf) -> None:
+        """Let so many more through, by default all."""
+        with self._changed:
+            self._n_left += n
+            self._changed.notify_all()
+
+    def pass_through(self) -> None:
+        """Wait until one more may."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._n_left > 0)
+            self._n_left -= 1
+
+
+@contextmanager
+def held(engine: Engine, n_passes: int) -> Iterator[Gate]:
+    """Within, an engine makes so many passes, and more only as its gate lets them: who is to catch it has the time."""
+    scheduler, gate = engine.scheduler, Gate(n_passes)
+    forward = scheduler._forward
+
+    def when_let(*arguments: Any) -> Any:
+        gate.pass_through()
+        return forward(*arguments)
+
+    scheduler._forward = when_let  # type: ignore[assignment, method-assign]
+    try:
+        yield gate
+    finally:
+        gate.let()
+        scheduler._forward = forward  # type: ignore[method-assign]
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """A port that nobody listens on now, and that no connection is given; other processes of tests begin elsewhere."""
+    begin = os.getpid() * 97 % len(_FREE_PORTS)
+    for number in [*_FREE_PORTS[begin:], *_FREE_PORTS[:begin]]:
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError("all ports are taken")
 
 
 def server_is_there() -> None:

@@ -41,7 +41,7 @@ def ending(model):
 
 @pytest.fixture
 def slow(engine, monkeypatch):
-    """An engine whose passes take 20 ms more, so that requests can be caught on their way."""
+    """An engine whose passes take 20 ms more, so that no text is over in less."""
     for owner in (type(engine.session), type(engine.session.model)):
         forward = owner.forward
 

@@ -7,10 +7,9 @@ import socket
 import time
 
 import pytest
-from http_server import running
+from http_server import SECONDS, held, running
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SOON = 2.0  # seconds; alone it takes 10 to 60 ms, but other tests may have the cores, and the texts take ten seconds
 QUESTION = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 LONG = {
     "model": "tiny",
@@ -25,46 +24,60 @@ def sent(server, path, body):
     """A connection on which a request was sent."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port), 20)
+    connection = socket.create_connection(("127.0.0.1", server.port), SECONDS)
     connection.sendall(head.encode() + data)
     return connection
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_during_its_answer(slow, stream):
-    with running(slow) as server:
+def test_a_client_that_goes_during_its_answer(engine, stream):
+    with running(engine) as server, held(engine, 4) as gate:
         connection = sent(server, CHAT, LONG | {"stream": stream})
-        server.wait(lambda: any(text.n_ready > 2 for text in server.texts))
+        server.wait(lambda: any(text.n_ready == 4 for text in server.texts))
+        (text,) = server.texts
         connection.close()
-        assert server.wait(lambda: not server.texts) < SOON
-        assert server.wait(lambda: not server.server.n_texts) < SOON
+        server.wait(lambda: text.is_cancelled)
+        gate.let()
+        server.wait(lambda: not server.texts and not server.server.n_texts)
+        assert text.n_ready <= 5, "the pass that ran is the last one"
         server.wait(lambda: any(" gone " in line or " 200 " in line for line in server.log))
         assert not any("bug" in line for line in server.log)
 
 
-def test_a_client_that_goes_during_its_prompt(slow, monkeypatch):
-    monkeypatch.setattr(slow.scheduler.pace, "piece", lambda n, room: min(4, room))
-    with running(slow) as server:
+def test_a_client_that_goes_during_its_prompt(engine, monkeypatch):
+    monkeypatch.setattr(engine.scheduler.pace, "piece", lambda n, room: min(4, room))
+    with running(engine) as server, held(engine, 3) as gate:
         connection = sent(server, TEXT, {"model": "tiny", "prompt": "hello there " * 60, "max_tokens": 50})
-        server.wait(lambda: any(text.session is not None and text.n_ready == 0 for text in server.texts))
-        time.sleep(0.1)
-        assert server.texts and not server.texts[0].n_ready
+        server.wait(lambda: any(text.share_read for text in server.texts))
+        (text,) = server.texts
         connection.close()
-        assert server.wait(lambda: not server.texts) < SOON
+        server.wait(lambda: text.is_cancelled)
+        gate.let()
+        server.wait(lambda: not server.texts)
+        assert text.share_read < 0.5 and not text.n_ready
 
 
-def test_clients_that_go_from_the_queue(slow):
-    with running(slow) as server:
+def test_clients_that_go_from_the_queue(engine):
+    with running(engine) as server, held(engine, 0) as gate:
         others = [sent(server, CHAT, LONG | {"seed": seed}) for seed in range(4)]
-        server.wait(lambda: sum(text.session is not None for text in server.texts) == 4)
+        server.wait(lambda: len(server.texts) == 4)
+        gate.let(8)
+        server.wait(lambda: all(text.n_ready > 1 for text in server.texts))
+        texts = server.texts
         waits = [sent(server, CHAT, LONG | {"stream": stream}) for stream in (True, False)]
         server.wait(lambda: len(server.texts) == 6)
         for connection in waits:
             connection.close()
-        assert server.wait(lambda: len(server.texts) == 4) < SOON
+        server.wait(lambda: sum(text.is_cancelled for text in server.texts) == 2)
+        gate.let(1)
+        server.wait(lambda: server.texts == texts)
+        assert not any(text.is_cancelled or text.has_ended for text in texts)
         for connection in others:
             connection.close()
-        assert server.wait(lambda: not server.texts) < SOON
+        server.wait(lambda: all(text.is_cancelled for text in texts))
+        gate.let()
+        server.wait(lambda: not server.texts)
+        assert max(text.n_ready for text in texts) <= 10
 
 
 def stands_still(texts):

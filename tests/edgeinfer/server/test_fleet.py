@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +24,13 @@ import edgeinfer
 FLEET = Path(__file__).parents[3] / "examples" / "ray" / "fleet.py"
 CHAT = "/v1/chat/completions"
 N_ANSWERS, N_TOKENS = 12, 400
+FEW = 8  # answers: as many as a replica takes at once, so that none is passed on to another one
+MOST_TRIES = 20
+OF_RAY = {
+    "RAY_memory_monitor_refresh_ms": "0",  # it ends processes where others have the memory
+    "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",  # else it passes over a replica that is busy for 0.1 s
+    "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",
+}
 
 
 def asked(number, stop_ids):
@@ -72,10 +80,10 @@ def fleet(model, folder, options):
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("EDGEINFER_", "RAY_"))}
     with log.open("wb") as to:
         process = subprocess.Popen(
-            [sys.executable, str(FLEET), str(model), *arguments], stdout=to, stderr=to, env=environment
+            [sys.executable, str(FLEET), str(model), *arguments], stdout=to, stderr=to, env=environment | OF_RAY
         )
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 200
         while b"listening on" not in log.read_bytes():
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-5000:]
             time.sleep(0.2)
@@ -103,33 +111,51 @@ def replicas_of(process):
     return found
 
 
+def on_their_way(port, bodies, wait):
+    """Clients, and those of which something came before all had ended.
+
+    Of these, at least two are answered by one replica, and one by another, or there are none.
+    """
+    clients = [Client(port, body) for body in bodies]
+    for client in clients:
+        client.start()
+    found = []
+
+    def is_so():
+        found[:] = [client for client in clients if client.data and not client.is_over]
+        n_of = Counter(client.replica for client in found)
+        return (len(n_of) > 1 and max(n_of.values()) > 1) or all(client.is_over for client in clients)
+
+    wait(is_so, 100)
+    return clients, found
+
+
 def test_answers_of_a_lost_replica_end_with_the_same_bytes(model, tmp_path):
     with (
-        fleet(model, tmp_path, "--replicas 3") as (port, _),
+        fleet(model, tmp_path, "--replicas 3") as (port, process),
         edgeinfer.load(model, backend="native", parallel=4, draft="none") as engine,
         running(engine) as alone,
     ):
-        stop_ids = sorted(engine.tokenizer.stop_ids)
-        bodies = [asked(number, stop_ids) for number in range(N_ANSWERS)]
-        clients = [Client(port, body) for body in bodies]
-        for client in clients:
-            client.start()
-        alone.wait(lambda: all(client.data for client in clients), 60)
-        unfinished = [client.replica for client in clients if not client.is_over]
-        lost = max(set(unfinished), key=unfinished.count)
+        stop_ids, replicas = sorted(engine.tokenizer.stop_ids), replicas_of(process)
+        for number in range(0, MOST_TRIES * FEW, FEW):
+            bodies = [asked(number + each, stop_ids) for each in range(FEW)]
+            clients, found = on_their_way(port, bodies, alone.wait)
+            if found:
+                break
+        ((lost, n_lost),) = Counter(client.replica for client in found).most_common(1)
         os.kill(lost, signal.SIGKILL)
-        assert unfinished.count(lost) >= 2 and len({client.replica for client in clients}) > 1
-        for client in clients:
-            client.join(120)
+        assert n_lost > 1
         for client, body in zip(clients, bodies, strict=True):
+            client.join(120)
             whole = alone.post(CHAT, body)
             assert (client.status, whole.status, client.is_over) == (200, 200, True)
             assert plain(client.data) == plain(whole.body)
             assert b"data: [DONE]" in client.data
-        stays = next(client for client in clients if client.replica != lost)
+        stays = next(client for client in found if client.replica != lost)
         same = Client(port, stays.body | {"max_tokens": 2})
         same.run()
-        assert same.replica == stays.replica  # a consistent hash: others keep their conversations
+        # A consistent hash: the others keep their conversations, but for those of the one that comes for the lost one.
+        assert same.replica == stays.replica or same.replica not in replicas
 
 
 def test_replicas_come_and_go_with_the_load(model, tmp_path):
@@ -156,7 +182,7 @@ def test_replicas_come_and_go_with_the_load(model, tmp_path):
         for user in users:
             user.join(60)
         assert first < {client.replica for client in answers}
-        alone.wait(lambda: len(replicas_of(process)) == 1, 60)
+        alone.wait(lambda: len(replicas_of(process)) == 1, 120)
         answers.append(Client(port, bodies[0]))  # whatever replica was left
         answers[-1].run()
         whole = {json.dumps(body): plain(alone.post(CHAT, body).body) for body in bodies}

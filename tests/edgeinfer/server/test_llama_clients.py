@@ -3,11 +3,11 @@
 import json
 import math
 import re
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from http_server import running
+from http_server import SECONDS, held, running
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -43,7 +43,7 @@ def streams(server, tag, **more):
         "/v1/responses": {"model": "tiny", "input": f"{tag} {LONG}", "max_output_tokens": 4},
     }
     for path, body in bodies.items():
-        reply = server.post(path, {**body, "stream": True, **more})
+        reply = server.post(path, {**body, "seed": 3, "stream": True, **more})
         assert reply.status == 200, reply.body
         yield path, [each for each in reply.events if each != "[DONE]"]
 
@@ -301,19 +301,16 @@ def test_page_and_slots_can_be_hidden_and_tags_shown(engine):
         assert slot["next_token"] == [{"has_next_token": False, "n_decoded": 0, "n_remain": -1}]
 
 
-def test_slots_tell_what_a_text_may_still_get(slow):
-    with running(slow) as server:
-        body = {"prompt": "hello", "n_predict": 60}
-        thread = threading.Thread(target=server.post, args=("/completion", body))
-        thread.start()
-
-        def running_slot():
-            return next((each for each in server.get("/slots").json if each["is_processing"]), None)
-
-        server.wait(lambda: (slot := running_slot()) and slot["next_token"][0]["n_decoded"] > 0)
-        token = running_slot()["next_token"][0]
-        thread.join(30)
-        assert token["has_next_token"] and token["n_decoded"] + token["n_remain"] == 60
+def test_slots_tell_what_a_text_may_still_get(engine):
+    body = {"prompt": "hello", "n_predict": 60, "seed": 3}
+    with running(engine) as server, ThreadPoolExecutor(1) as threads:
+        with held(engine, 5) as gate:
+            asked = threads.submit(server.post, "/completion", body)
+            server.wait(lambda: any(text.n_ready == 5 for text in server.texts))
+            (slot,) = (each for each in server.get("/slots").json if each["is_processing"])
+            gate.let()
+        assert asked.result(SECONDS).json["tokens_predicted"] == 60
+    assert slot["next_token"] == [{"has_next_token": True, "n_decoded": 5, "n_remain": 55}]
 
 
 def test_metrics_have_the_names_of_llama_cpp_too(model):
@@ -321,6 +318,7 @@ def test_metrics_have_the_names_of_llama_cpp_too(model):
         engine.tokenizer.stop_ids = frozenset()
         with running(engine) as server:
             said = [server.ask("/completion", prompt=LONG, n_predict=n, temperature=0)["timings"] for n in (8, 40)]
+            server.wait(lambda: not server.texts)
             reply = server.get("/metrics")
     assert int(reply.headers["process-start-time-unix"]) == server.server.started
     text = reply.body.decode()

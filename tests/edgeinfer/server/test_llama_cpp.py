@@ -90,6 +90,7 @@ def test_props_and_slots(server, engine):
     props = server.get("/props").json
     assert props["total_slots"] == 4 and props["default_generation_settings"]["n_ctx"] == engine.n_ctx
     assert props["chat_template"] == engine.template.source and "/" not in props["model_path"]
+    server.wait(lambda: not server.texts)
     slots = server.get("/slots").json
     assert [slot["is_processing"] for slot in slots] == [False] * 4
 

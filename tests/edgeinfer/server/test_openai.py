@@ -351,6 +351,7 @@ def test_what_is_not_there_says_so_in_json(server):
 def test_health_and_metrics(server):
     assert server.get("/health").json == {"status": "ok"}
     server.ask(CHAT, **HELLO)
+    server.wait(lambda: not server.texts)
     text = server.get("/metrics").body.decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert int(values["edgeinfer_completion_tokens_total"]) >= 8

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from browser import Browser, chromium
+from http_server import held
 
 PLAIN = "[...document.querySelectorAll('article.assistant .said')].map((each) => each.textContent)"
 IS_DONE = "document.getElementById('stop').hidden && document.querySelectorAll('article.assistant').length"
@@ -71,13 +72,16 @@ def test_a_question_is_typed_and_its_answer_streamed_and_kept(tab, server, engin
     assert tab.run("document.getElementById('seed').value") == "3"
 
 
-def test_an_answer_is_stopped_regenerated_and_its_question_edited(tab, server, slow):
+def test_an_answer_is_stopped_regenerated_and_its_question_edited(tab, server, engine):
     set_to(tab, seed=3, max_tokens=400)
-    ask(tab, "hello")
-    tab.wait("document.querySelectorAll('article.assistant .said')[0]?.textContent.length > 3")
-    tab.press("Escape")
-    tab.wait(IS_DONE)
-    server.wait(lambda: not server.texts)
+    with held(engine, 30) as gate:
+        ask(tab, "hello")
+        tab.wait("document.querySelectorAll('article.assistant .said')[0]?.textContent.length > 3")
+        tab.press("Escape")
+        tab.wait(IS_DONE)
+        server.wait(lambda: all(text.is_cancelled for text in server.texts))
+        gate.let()
+        server.wait(lambda: not server.texts)
     assert tab.run("document.getElementById('figures').textContent") == "stopped"
     set_to(tab, max_tokens=3)
     tab.run("[...document.querySelectorAll('button')].find((each) => each.textContent === 'Regenerate').click()")

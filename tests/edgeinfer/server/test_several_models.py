@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from http_server import running, server_is_there
+from http_server import SECONDS, running, server_is_there
 from tiny_models import write_tiny_model
 
 import edgeinfer
@@ -21,11 +21,12 @@ class Loads:
 
     def __init__(self, most):
         self.most, self.loaded, self.log = most, [], []
+        self.closed = {}  # when each was, by time.monotonic
         self.gate = threading.Event()
         self.gate.set()
 
     def __call__(self, path, n_bytes):
-        self.gate.wait(20)
+        self.gate.wait(SECONDS)
         if len(self.loaded) >= self.most:
             raise BudgetExceeded("it does not fit")
         engine = edgeinfer.load(path, backend="native", parallel=2, draft="none")
@@ -37,6 +38,7 @@ class Loads:
         def closed():
             if path.stem in self.loaded:
                 self.loaded.remove(path.stem)
+            self.closed[path.stem] = time.monotonic()
             close()
 
         engine.close = closed
@@ -66,10 +68,17 @@ def ask(server, name, **options):
     return server.ask(CHAT, **asked | options)["choices"][0]["message"]["content"]
 
 
+def ask_alone(server, name):
+    """The same, until the model is in use no more, which is soon after the answer."""
+    text = ask(server, name)
+    server.wait(lambda: not any(each.n_users for each in server.server.models._entries))
+    return text
+
+
 def test_models_are_loaded_when_asked_for_and_the_oldest_goes(served):
     server, loads = served
     assert [each["id"] for each in server.get("/v1/models").json["data"]] == list(NAMES) and loads.log == []
-    texts = {name: ask(server, name) for name in ("one", "two", "one", "three", "two", "three")}
+    texts = {name: ask_alone(server, name) for name in ("one", "two", "one", "three", "two", "three")}
     assert loads.log == ["one", "two", "three", "two"] and len(set(texts.values())) == 3
     assert sorted(loads.loaded) == ["three", "two"]
     assert [each["name"] for each in server.get("/api/ps").json["models"]] == ["two:latest", "three:latest"]
@@ -83,8 +92,8 @@ def test_the_oldest_is_the_one_that_was_not_asked_for_longest(served):
         long = threads.submit(ask, server, "one", max_tokens=200)  # ends after those of "two"
         server.wait(lambda: loads.loaded == ["one"])
         ask(server, "two")
-        long.result(30)
-    server.wait(lambda: "running 0" in server.get("/metrics").body.decode())
+        long.result(SECONDS)
+    server.wait(lambda: not any(each.n_users for each in server.server.models._entries))
     ask(server, "three")
     assert "one" not in loads.loaded and loads.log == ["one", "two", "three"]
 
@@ -103,10 +112,10 @@ def test_those_who_ask_meanwhile_share_one_load(served):
     loads.gate.clear()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(ask, server, "one") for _ in range(4)]
-        time.sleep(0.2)
+        server.wait(lambda: len(server.server.models._changing._waiters or ()) == 3)  # for the first one's load
         assert server.get("/health").status == 200
         loads.gate.set()
-        assert len({each.result(30) for each in asked}) == 1
+        assert len({each.result(SECONDS) for each in asked}) == 1
     assert loads.log == ["one"]
 
 
@@ -114,9 +123,13 @@ def test_keep_alive_is_honoured(served):
     server, loads = served
     asked = {"model": "one", "messages": [{"role": "user", "content": "hello"}], "stream": False}
     options = {"num_predict": 2}
-    server.ask("/api/chat", **asked, options=options, keep_alive=0.2)
+    server.ask("/api/chat", **asked, options=options, keep_alive=600)
     assert loads.loaded == ["one"]
+    began = time.monotonic()
+    server.ask("/api/chat", **asked, options=options, keep_alive=0.2)
     server.wait(lambda: loads.loaded == [])
+    server.wait(lambda: "one" in loads.closed)
+    assert loads.log == ["one"] and loads.closed["one"] - began >= 0.2
     server.ask("/api/generate", model="one", keep_alive=-1)
     assert loads.loaded == ["one"]
     assert server.ask("/api/generate", model="one", keep_alive=0)["done_reason"] == "unload"
