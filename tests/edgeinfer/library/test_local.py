@@ -1,5 +1,6 @@
 """The models in the folders of a machine, and the names that find them."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -60,7 +61,7 @@ def in_ollama(home, name, content=b"GGUF", layers=None, hash=HASH, root=".ollama
 def in_hub_cache(home, repo, file, content=b"GGUF", commit=COMMIT):
     """A file of a repository, linked from its snapshot as huggingface_hub does."""
     folder = home / ".cache/huggingface/hub" / f"models--{repo.replace('/', '--')}"
-    blob = put(folder / "blobs" / f"{abs(hash((file, content))):x}", content)
+    blob = put(folder / "blobs" / hashlib.sha256(f"{file} {content!r}".encode()).hexdigest(), content)
     put(folder / "refs/main", commit.encode())
     path = folder / "snapshots" / commit / file
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -391,7 +392,7 @@ def test_a_file_wins_over_a_name_and_a_folder_where_one_may_be_named(full, tiny)
             "nope.gguf",
             "nope.gguf: no such file; its folder has no .gguf files. `edgeinfer models` lists .* and -hf USER",
         ),
-        ("/nowhere/mine.gguf", "no such file: there is no folder /nowhere"),
+        ("{home}/none/mine.gguf", "no such file: there is no folder {home}/none"),
         ("./mine", "mine: no such file; its folder has"),
         ("~/mine", "mine: no such file; its folder has"),
         ("sub/mine", "sub/mine: no such file; its folder has no .gguf files"),
@@ -400,6 +401,7 @@ def test_a_file_wins_over_a_name_and_a_folder_where_one_may_be_named(full, tiny)
 )
 def test_what_can_be_a_file_alone_is_none_that_a_name_finds(full, name, said):
     (full / "sub").mkdir()
+    name, said = (text.replace("{home}", str(full)) for text in (name, said))
     with pytest.raises(ModelNotFound, match=said):
         edgeinfer.load(name)
 
