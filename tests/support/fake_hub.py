@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "1234567890abcdef1234567890abcdef12345678"
 TOKEN = "hf_" + "a" * 34
+_NO_PROXY = ("NO_PROXY", "no_proxy")  # this machine's own is asked without one, whatever its variables say
 
 
 @dataclass
@@ -26,14 +27,16 @@ class Repo:
 class FakeHub:
     """The server.
 
-    break_after: bytes of a file after which each answer breaks off, None for never.  ranges: whether a part of a file
-    can be asked for.  status: of all answers, where that is not None.  log: (method, path, range) of each request.
-    leaked: files that were asked for with a token, at a host that is not the hub's.
+    break_after: bytes of a file after which each answer breaks off, None for never.  stalled: an event that such an
+    answer waits for before it does, None for none.  ranges: whether a part of a file can be asked for.  status: of all
+    answers, where that is not None.  log: (method, path, range) of each request.  leaked: files that were asked for
+    with a token, at a host that is not the hub's.
     """
 
     def __init__(self):
         self.repos = {}
         self.break_after = None
+        self.stalled = None
         self.ranges = True
         self.status = None
         self.log = []
@@ -123,6 +126,8 @@ def _send_content(hub, request, repo, file):
     if hub.break_after is None or len(rest) <= hub.break_after:
         return _send(request, status, rest, headers)
     _send(request, status, rest, headers, hub.break_after)
+    if hub.stalled is not None:
+        hub.stalled.wait(200)
     request.close_connection = True
 
 
@@ -156,11 +161,15 @@ def use_hub(monkeypatch, hub, home, offline=False):
         monkeypatch.setattr(constants, name, value)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    for name in _NO_PROXY:
+        monkeypatch.setenv(name, "*")
 
 
 def hub_variables(hub, home):
     """The environment of a process that uses a hub and a folder for its cache."""
-    return {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    others = {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "", "HUGGING_FACE_HUB_TOKEN": ""}
+    places = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+    return places | others | dict.fromkeys(_NO_PROXY, "*")
 
 
 def quiet_machine(monkeypatch, home):
