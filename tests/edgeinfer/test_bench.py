@@ -54,8 +54,11 @@ def test_bench_reports_in_every_form(model: Path, tmp_path: Path) -> None:
     report = json.loads(run.stdout)
     assert [point["n"] for point in report["curve"]] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert report["cost"]["edgeinfer"]["1"] == 1.0
-    assert report["limits"]["read_bytes_per_second"] > 0
-    assert 0 < report["bandwidth_share"] and 0 < report["int8_share"] <= 1.1
+    limits, prefill = report["limits"], report["prefill"]
+    read = 1e3 * report["weight_bytes"] / report["curve"][0]["milliseconds"]["edgeinfer"]
+    added = 1e3 * report["multiply_adds"] * prefill["n"] / prefill["milliseconds"]["edgeinfer"]
+    assert read > 0 and report["bandwidth_share"] == pytest.approx(read / limits["read_bytes_per_second"])
+    assert added > 0 and report["int8_share"] == pytest.approx(added / limits["int8_multiply_adds_per_second"])
 
     rows = list(
         csv.DictReader(io.StringIO(CliRunner().invoke(main, ["bench", str(model), "--rounds", "2", "--csv"]).stdout))

@@ -20,5 +20,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_status_is_that_of_the_program(model: Path, ending: str) -> None:
     command = [sys.executable, str(SCRIPT), str(model), ending]
     for _ in range(4):  # 20 of all endings
-        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert (run.returncode, "terminate called" in run.stderr) == (ENDINGS[ending], False), run.stderr

@@ -79,10 +79,13 @@ def test_the_params_of_a_completion_say_the_same_again(with_keys):
         engine.tokenizer.stop_ids = frozenset()
         first = engine.generate(PROMPT, max_tokens=20)
         assert first.params.temperature == 1.3 and first.params.seed is not None
+        seeded = engine.generate(PROMPT, max_tokens=20, seed=1)
     with edgeinfer.load(with_keys({}), backend="reference") as engine:  # the same weights, without the keys
         engine.tokenizer.stop_ids = frozenset()
         assert engine.generate(PROMPT, max_tokens=20, params=first.params).tokens == first.tokens
-        assert engine.generate(PROMPT, max_tokens=20, seed=first.params.seed).tokens != first.tokens
+        assert engine.generate(PROMPT, max_tokens=20, params=seeded.params).tokens == seeded.tokens
+        # Of some seeds both say the same.
+        assert engine.generate(PROMPT, max_tokens=20, seed=1).tokens != seeded.tokens
 
 
 @pytest.mark.parametrize(
@@ -110,7 +113,8 @@ def test_what_is_of_no_use_is_ignored_with_one_line(with_keys, key, value):
     with engine:
         expected = {"min_p" if key != "min_p" else "top_p": 0.125}
         assert engine.default_params == dataclasses.replace(SamplingParams(), **expected)
-        assert len(caught) == 1 and "\n" not in str(caught[0].message)
+        (told,) = (each for each in caught if each.category is not ResourceWarning)  # of what other tests left
+        assert "\n" not in str(told.message)
 
 
 @pytest.mark.parametrize(
