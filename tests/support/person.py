@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 from screen import Screen
 
+SECONDS = 100.0  # that a person waits for anything
 MAIN = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
-# A model that never ends by itself, takes 10 ms a token, and says on stderr when it makes the twentieth; and a terminal
-# that controls the process.
+# A model that never ends by itself, takes 10 ms a token, and says on stderr when it makes the twentieth, after which it
+# waits for the file WAIT_FOR, if there is such a variable; and a terminal that controls the process.
 SLOW_MAIN = f"""
 import os, sys, time
 if os.isatty(0):
@@ -37,6 +38,8 @@ def slow(*args, **options):
     n_calls += 1
     if n_calls == 20 and "SAY_TWENTY" in os.environ:
         print("TWENTY", file=sys.stderr, flush=True)
+        while "WAIT_FOR" in os.environ and not os.path.exists(os.environ["WAIT_FOR"]):
+            time.sleep(0.001)
     time.sleep(0.01)
     return forward(*args, **options)
 Session.forward = slow
@@ -79,7 +82,7 @@ class Person:
         self.seen = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def see(self, text: str, seconds: float = 30.0) -> str:
+    def see(self, text: str, seconds: float = SECONDS) -> str:
         """Wait until the text shows; gives what was shown before and with it."""
         deadline = time.monotonic() + seconds
         while text.encode() not in self.seen:
@@ -92,7 +95,7 @@ class Person:
         shown, _, self.seen = self.seen.partition(text.encode())
         return shown.decode(errors="replace") + text
 
-    def watch(self, screen: Screen, is_right: Callable[[], bool], seconds: float = 30.0) -> None:
+    def watch(self, screen: Screen, is_right: Callable[[], bool], seconds: float = SECONDS) -> None:
         """Show on a screen what is written, until it is right and nothing more comes at once."""
         deadline = time.monotonic() + seconds
         while True:
@@ -127,7 +130,7 @@ class Person:
         with suppress(OSError):
             while os.read(self.master, 65536):
                 pass
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=SECONDS)
 
 
 def _set_size(terminal: int, columns: int, rows: int = 24) -> None:

@@ -139,7 +139,7 @@ def test_a_conversation_without_a_name_is_kept_for_resume(
 ) -> None:
     kept = tmp_path / "edgeinfer" / "sessions" / ".last.jsonl"
     for arguments, said in ((["--no-history"], False), ([], True), ([], True)):
-        with sitting_at(model, tmp_path, "-n", "3", *arguments, main=MAIN) as person:
+        with sitting_at(model, tmp_path, "-n", "3", "-s", "1", *arguments, main=MAIN) as person:
             person.see("Ctrl-D leaves")
             person.say("hello")
             person.see("tok/s")
@@ -148,7 +148,7 @@ def test_a_conversation_without_a_name_is_kept_for_resume(
         assert kept.exists() == said
     assert kept.read_text().count("\n") == 2, "each conversation takes the place of the one before"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    with sitting_at(model, tmp_path, "-n", "3", "--resume", main=MAIN) as person:
+    with sitting_at(model, tmp_path, "-n", "3", "-s", "1", "--resume", main=MAIN) as person:
         assert "the last conversation goes on: 2 messages" in person.see("Ctrl-D leaves")
         person.say("again")
         person.see("tok/s")

@@ -360,14 +360,14 @@ def test_a_context_without_room_for_an_answer_is_said(json_flag, run):
     if json_flag:
         found = json.loads(result.stdout)
         assert (found["text"], found["finish_reason"]) == ("", "length")
-    result = run("generate", "-p", "hello", "-c", str(n_prompt + 1), "--loop-guard", "0", *json_flag)
+    result = run("generate", "-p", "hello", "-c", str(n_prompt + 1), "--loop-guard", "0", "-s", "1", *json_flag)
     assert f"cut: the context is full ({n_prompt} of {n_prompt + 1} tokens are the prompt's)" in result.stderr
     assert "context is full" not in run("generate", "-p", "hello", "-n", "1", *json_flag).stderr
 
 
 def test_a_chat_of_one_message_says_that_the_context_is_full(run):
     n_prompt = json.loads(run("chat", "-p", "hello", "-n", "0", "--json").stdout)["usage"]["prompt_tokens"]
-    result = run("chat", "-p", "hello", "-c", str(n_prompt + 1))
+    result = run("chat", "-p", "hello", "-c", str(n_prompt + 1), "-s", "1")
     assert f"cut: the context is full ({n_prompt} of {n_prompt + 1} tokens" in result.stderr
     result = run("chat", "-p", "hello", "-c", str(n_prompt), code="failure")
     assert f"{n_prompt + 1} tokens do not fit into a context of {n_prompt}" in result.stderr
@@ -706,7 +706,7 @@ def test_a_reader_that_goes_away_ends_the_program_without_a_word(model, tmp_path
     )
     assert process.stdout.read(1)
     process.stdout.close()
-    assert process.wait(timeout=30) == 1 and process.stderr.read() == b""
+    assert process.wait(timeout=60) == 1 and process.stderr.read() == b""
     process.stderr.close()
 
 
@@ -781,11 +781,13 @@ def llama_cpp_of(person):
 
 
 def test_a_conversation_outlives_the_process_of_llama_cpp(llama_cpp, model, tmp_path):
-    with sitting_at(model, tmp_path, "--backend", "llama.cpp", "-n", "40") as person:
+    killed = tmp_path / "killed"
+    with sitting_at(model, tmp_path, "--backend", "llama.cpp", "-n", "40", WAIT_FOR=str(killed)) as person:
         person.see("Ctrl-D leaves")
         person.say("hello")
         person.see("TWENTY")
-        os.kill(llama_cpp_of(person), signal.SIGKILL)  # in the answer
+        os.kill(llama_cpp_of(person), signal.SIGKILL)  # in the answer, which waits for that
+        killed.touch()
         person.see("llama.cpp crashed on a pass of 1 tokens: SIGKILL")
         person.see("trying once more")
         person.see("40 tokens, ")

@@ -40,7 +40,8 @@ def other(tmp_path_factory):
 
 def test_what_shows_answers_is_in_the_memory_plan(model, tmp_path, native):
     """Of the ledger: the process, which has the libraries of the terminal, takes no more than its lines say."""
-    with sitting_at(model, tmp_path, "--backend", "native", "--drafter", "none", "-n", "5", main=MAIN) as person:
+    flags = ("--backend", "native", "--drafter", "none", "-n", "5", "-s", "1")
+    with sitting_at(model, tmp_path, *flags, main=MAIN) as person:
         person.see("Ctrl-D leaves")
         person.say("日本 **hello**")
         person.see("tok/s")
@@ -328,7 +329,7 @@ def test_a_model_for_which_there_is_no_room_beside_takes_the_place_and_a_bad_one
 
     monkeypatch.setattr(repls, "open_engine", cramped)
     monkeypatch.setattr(repls, "note", notes.append)
-    with chat.make_context("chat", ["-m", model, "--backend", "reference", "-n", "3"]) as context:
+    with chat.make_context("chat", ["-m", model, "--backend", "reference", "-n", "3", "-s", "1"]) as context:
         with repls.Repl(cramped(context.params), None, context.params, None) as repl:
             repl._turn("hello")
             before = list(repl.conversation.messages)
