@@ -25,7 +25,7 @@ class _Waiter:
 class VirtualClock(Clock):
     """Time that passes only while all threads wait, and then at once; one thread runs at a time.
 
-    n_threads: of those that use it. After `end` it is a real clock, for what is closed then.
+    n_threads: of those that use it. After `end` it goes on as a real clock, for what is closed then.
     """
 
     def __init__(self, n_threads: int = 2) -> None:
@@ -34,9 +34,10 @@ class VirtualClock(Clock):
         self._time = 0.0
         self._waiters: list[_Waiter] = []
         self._ended = False
+        self._ended_at = 0.0  # of the real clock
 
     def now(self) -> float:
-        return super().now() if self._ended else self._time
+        return self._time + (super().now() - self._ended_at if self._ended else 0.0)
 
     def sleep(self, seconds: float, is_over: Callable[[], bool] = lambda: False) -> None:
         """Let time pass, or less of it once that is so."""
@@ -53,6 +54,7 @@ class VirtualClock(Clock):
 
     def end(self) -> None:
         with self._changed:
+            self._ended_at = super().now()
             self._ended = True
             self._changed.notify_all()
 

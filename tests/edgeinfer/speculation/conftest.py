@@ -1,7 +1,16 @@
-"""The models that most of these tests use."""
+"""The models that most of these tests use, and a machine whose speed decides nothing."""
 
 import pytest
+from steady_clock import steady_machine
 from tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steady(tmp_path_factory):
+    """Costs that were measured so are not for the tests of other folders."""
+    with steady_machine(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_passes_over_a_text_are_timed_and_their_unions_counted(
     with ModelFile.open(model) as file:
         tokens = calibration_tokens(file)
     assert len(tokens) > 200
-    curve = measure_expert_costs(session, PassesOf(session.model), tokens, 1.0)
+    curve = measure_expert_costs(session, PassesOf(session.model), tokens, 10.0)
     assert session.n_past == 0
     assert curve.near.keys() == curve.unions.keys()
     assert max(curve.near) == (32 if share is None else 8) and bool(curve.far) == (share is None)

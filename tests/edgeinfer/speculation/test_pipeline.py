@@ -1,10 +1,10 @@
 """When model-based drafters are asked, and what they run."""
 
-import time
-
 import pytest
 from drafting import PROMPT, FixedCosts, FunctionDrafter, tokens_of, with_drafters
 from needs_plain_step import NEEDS_PLAIN_STEP
+from steady_clock import SteadyClock
+from virtual_time import slow_target
 
 from edgeinfer.speculation import drafter_state, pipeline
 from edgeinfer.speculation.acceptance import AcceptanceTable
@@ -123,14 +123,17 @@ def test_the_draft_model_decodes_no_token_twice(opened, model, draft_model, monk
 
 def test_drafts_that_take_more_than_they_save_are_soon_not_asked_for(opened, plain, model, monkeypatch):
     monkeypatch.setattr(Payoff, "needs_plain_step", NEEDS_PLAIN_STEP)
-    asked = []
+    asked, clock = [], SteadyClock()
+    for module in (pipeline, drafter_state):
+        monkeypatch.setattr(module, "perf_counter", clock.now)
 
     def slow(context, limit):
         asked.append(len(context.tokens))
-        time.sleep(0.03)  # where a pass takes about a millisecond
+        clock.sleep(0.03)
         return DraftTree([0], [-1], [0.9], [0])
 
     engine = with_drafters(opened(model), FunctionDrafter(slow))
+    slow_target(engine.session, lambda n: 0.001, clock.sleep)
     completion = engine.generate(PROMPT, max_tokens=200, temperature=0.0)
     assert completion.tokens == tokens_of(plain, GREEDY, 200)
     assert 6 <= len(asked) < 80

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from drafting import FixedCosts, cost_model
 from other_vocabulary import write_reordered
+from steady_clock import SteadyClock
 from tiny_heads import write_tiny_eagle3, write_tiny_head
 
 import edgeinfer
@@ -349,20 +350,24 @@ def test_a_draft_through_text_is_made_in_one_piece_ahead(model, expected, tmp_pa
 
 
 class Hanging:
-    """A call that does not come back before the test ends."""
+    """A call that does not come back before the test ends. For the watchdog a long time passes when it begins, and
+    hardly any else: no other call is taken for one that hangs, however slow the machine is."""
 
     def __init__(self):
+        self.clock = SteadyClock()
         self.released = threading.Event()
 
     def __call__(self, n_calls):
-        self.released.wait(60)
+        self.clock.sleep(1e6)
+        self.released.wait()
         raise BackendLost("it hung")
 
 
 @pytest.fixture
 def hanging(monkeypatch):
-    monkeypatch.setattr(watchdog, "MIN_TIMEOUT_SECONDS", 0.2)
     hang = Hanging()
+    monkeypatch.setattr(watchdog, "perf_counter", hang.clock.now)
+    monkeypatch.setattr(watchdog, "MIN_TIMEOUT_SECONDS", 0.2)  # after which it looks at the clock
     yield hang
     hang.released.set()
 

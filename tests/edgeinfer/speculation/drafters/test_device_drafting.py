@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 from drafting import FixedCosts, cost_model, let_draft
+from steady_clock import SteadyClock
+from virtual_time import slow_target
 
 from edgeinfer.backends.base import DraftingSession
 from edgeinfer.backends.native import NativeBackend
@@ -173,14 +175,17 @@ def test_levels_of_a_tree_follow_the_first_nodes():
     assert levels_of(DraftTree([], [], [], [])) == []
 
 
-def test_device_drafting_is_calibrated_by_number_of_levels(model):
+def test_device_drafting_is_calibrated_by_number_of_levels(model, monkeypatch):
+    clock = SteadyClock()
+    monkeypatch.setattr("edgeinfer.speculation.calibration.time", clock.as_module())
     with ModelFile.open(model) as file:
         backend, spec = NativeBackend(for_drafts=True), read_spec(file)
         session = backend.load(file, spec, backend.plan(file, spec, LoadSettings(256)), Device(1)).session()
+        slow_target(session, lambda n: 0.001, clock.sleep)
         draft = DraftSource(file, spec, lambda *made: None, lambda own: own, levels_of_model)
         assert device_drafting_of(draft, session) is None
         asked = let_draft(session)
         device_drafting = device_drafting_of(draft, session)
         assert device_drafting is not None and session.n_past == 0 and {1, 2, 8} <= set(asked)
         of_chains = device_drafting.costs.milliseconds(0)
-        assert 0 < of_chains[1] < of_chains[8]
+        assert [of_chains[1], of_chains[8]] == pytest.approx([1.0, 8.0], rel=0.01)
