@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from placement_simulation import assign, on_cpu, where_held
+from steady_clock import SteadyClock
 
 from edgeinfer.common.errors import BackendLost, BudgetExceeded, InvalidArgument
 from edgeinfer.experimental import device_experts as module
@@ -171,7 +172,8 @@ def test_passes_are_watched_around_what_watches_them_already() -> None:
     assert device.is_closed
 
 
-def test_a_device_is_timed_with_the_way_there_and_back() -> None:
+def test_a_device_is_timed_with_the_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "time", SteadyClock().as_module())
     device = FakeDevice()
     made(device)
     found = measured_seconds(device, 1, 0, N_EMBD, (1, 4))

@@ -16,6 +16,7 @@ import edgeinfer
 from edgeinfer.backends.opencl import OpenCLDevice, OpenCLExperts, expert_buffers
 from edgeinfer.common.errors import BackendLost, BackendUnavailable, BudgetExceeded, InvalidArgument, UnsupportedModel
 from edgeinfer.engine import Engine
+from edgeinfer.experimental import device_experts as device_experts_module
 from edgeinfer.experimental import expert_device
 from edgeinfer.experimental.device_experts import DeviceExperts
 from edgeinfer.experimental.expert_device import plan_device_experts
@@ -42,9 +43,12 @@ N_TOKENS = 32
 
 
 @pytest.fixture(autouse=True)
-def _device_is_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By measured times PoCL would get none of such small experts."""
+def _device_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By measured times PoCL would get none of such small experts. Which ones it has depends on the text alone: uploads
+    take no time, and other tests have used none."""
     monkeypatch.setattr(expert_device, "measured_seconds", lambda *arguments: {1: 1e-9})
+    monkeypatch.setattr(device_experts_module, "UPLOAD_SHARE", float("inf"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
