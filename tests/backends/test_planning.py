@@ -32,7 +32,8 @@ from edgeinfer.common.settings import LoadSettings
 backend, paths, options = json.loads(sys.argv[1])
 devices.available_memory = lambda: 1 << 30
 open_backend(backend)
-edgeinfer.load(paths[0], backend=backend, n_ctx=64, draft="none").close()  # libraries take their memory
+options = {"n_threads": 2, **options}  # each thread has a stack, and machines have any number of cores
+edgeinfer.load(paths[0], backend=backend, n_ctx=64, draft="none", n_threads=2).close()  # libraries take their memory
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + (3 << 30), resource.RLIM_INFINITY))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

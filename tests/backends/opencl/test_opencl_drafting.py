@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from drafting import FixedCosts, cost_model
+from steady_clock import steady_machine
 from tiny_heads import write_tiny_head
 from tiny_models import write_tiny_model
 
@@ -23,6 +24,15 @@ from edgeinfer.speculation.drafters.watchdog import WatchedDrafter
 
 PROMPT = "hello world, there is the one, there is the one and hello"
 Open = Callable[..., tuple[edgeinfer.Engine, list[str]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A driver that compiles kernels for long in an answer does not hang."""
+    with steady_machine(), pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("costs")  # which are not for other tests
+        patch.setattr("edgeinfer.speculation.calibration.default_folder", lambda: folder)
+        yield
 
 
 @pytest.fixture(scope="module")
