@@ -101,7 +101,12 @@ class Stage:
 
 def wait_for(path: Path, seconds: float = 60.0) -> None:
     """Wait until there is such a file."""
+    wait_until(path.exists, seconds, f"there is no {path}")
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 60.0, otherwise: str = "it never was so") -> None:
+    """Wait for what another thread or process does."""
     end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"there is no {path}"
+    while not is_true():
+        assert time.monotonic() < end, otherwise
         time.sleep(0.001)

@@ -28,7 +28,7 @@ from interrupts import interrupted_every
 from numpy.typing import ArrayLike, NDArray
 from other_models import write_gpt2, write_lfm2, write_mamba
 from refusals import check_refuses
-from staging import Stage
+from staging import Stage, wait_until
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
 
 from edgeinfer.backends.base import Rows
@@ -642,9 +642,15 @@ def test_ctrl_c_comes_out_of_a_pass_and_leaves_the_session_as_it_was(
 ) -> None:
     session, prompt = slow(), some_tokens(10, rng)
     prefill(session, prompt, 10)
-    with stage.meanwhile(3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
+    worker = session.model._process._worker
+
+    def press_ctrl_c() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: worker.is_stopped)  # the other thread has heard of it
+
+    with stage.meanwhile(3, press_ctrl_c), pytest.raises(KeyboardInterrupt):
         session.forward(some_tokens(4000, rng))
-    assert 3 <= len(stage.passes()) < 16  # of 32: as soon as this thread had heard of it
+    assert len(stage.passes()) == 3  # of 32
     assert_reads_on(session, prompt)
 
 
@@ -723,7 +729,7 @@ def test_ctrl_c_out_of_handing_over_ends_what_was_handed_over(is_begun: bool, mo
         def interrupted(*args: Any) -> None:
             if is_begun:
                 submit(*args)
-                assert begun.wait(10)
+                assert begun.wait(60)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(worker._threads, "submit", interrupted)
@@ -739,9 +745,8 @@ def test_a_signal_that_ends_no_wait_is_seen_nevertheless() -> None:
         def work() -> None:
             time.sleep(0.2)  # by now the main thread waits
             _thread.interrupt_main()  # as SIGINT, but the main thread sleeps on
-            patience = time.monotonic() + 10
-            while not worker.is_stopped and time.monotonic() < patience:
-                time.sleep(0.001)
+            with suppress(AssertionError):
+                wait_until(lambda: worker.is_stopped)
             stopped.append(worker.is_stopped)
 
         stopped: list[bool] = []
