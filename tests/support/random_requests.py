@@ -71,7 +71,7 @@ def random_requests(
     return found
 
 
-def in_threads(n: int, work: Callable[[int], _Result], seconds: float = 120.0) -> list[_Result]:
+def in_threads(n: int, work: Callable[[int], _Result], seconds: float = 280.0) -> list[_Result]:
     """What `work` gives for 0..n - 1, each in a thread of its own. Raises what one of them raises."""
     results: dict[int, _Result] = {}
     errors: list[BaseException] = []

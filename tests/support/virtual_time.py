@@ -49,7 +49,8 @@ class VirtualClock(Clock):
                 waiter = _Waiter(is_true, None if seconds is None else self._time + seconds)
                 self._waiters.append(waiter)
                 self._release_one()
-                self._changed.wait_for(lambda: waiter.is_released or self._ended, timeout=60)
+                is_over = self._changed.wait_for(lambda: waiter.is_released or self._ended, timeout=240)
+                assert is_over, "another thread runs without end"
             return super().wait_for(is_true, None if self._ended else 0.0)
 
     def end(self) -> None:
