@@ -59,7 +59,8 @@ class Machine:
         """
         command = [*user, sys.executable, "-c", code, *(str(self.names.get(word, word)) for word in arguments)]
         cache = self.folder / "cache"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("EDGEINFER_")}
+        others = ("EDGEINFER_", "PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONVERBOSE")  # which have more on stderr
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(others)}
         environment |= {"XDG_CACHE_HOME": str(cache), "XDG_STATE_HOME": str(cache), **variables}
         return subprocess.run(
             ["bash", "-c", f"{shlex.join(command)} {redirect}"],
@@ -71,8 +72,16 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine():
-    with tempfile.TemporaryDirectory() as name:  # pytest's folders are for one user
+    with tempfile.TemporaryDirectory(dir=folder_of_all_users()) as name:  # pytest's folders are for one user
         yield Machine(Path(name))
+
+
+def folder_of_all_users():
+    """The usual one for temporary files, unless TMPDIR names one that is for one user."""
+    for folder in (Path(name).resolve() for name in (tempfile.gettempdir(), "/tmp", "/var/tmp")):
+        if folder.is_dir() and all(each.stat().st_mode & 0o001 for each in (folder, *folder.parents)):
+            return folder
+    return None
 
 
 @pytest.fixture(scope="module")
