@@ -80,6 +80,14 @@ def _drafts_are_made() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _grammars_are_read() -> Iterator[None]:
+    """Other tests run meanwhile: no grammar is refused because reading it took long, but where a test is about that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgeinfer.constraints.constraint.MAX_SECONDS", 200.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _drivers_asked_once() -> Iterator[None]:
     """A process that asks a driver takes a second, and its answer is the same while the variables are."""
     answers: dict[object, dict[str, Any]] = {}

@@ -3,16 +3,20 @@
 import json
 import os
 import random
+import resource
 import signal
+import threading
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 from constrained import PERSON, TREE, grammar_text
 from parts import missing
 
 from edgeinfer.common.errors import BackendUnavailable, ConstraintError, InvalidConstraint
 from edgeinfer.constraints import compiling
-from edgeinfer.constraints.compiling import WORKER, CompileWorker, in_time
+from edgeinfer.constraints.compiling import MAX_SECONDS, WORKER, CompileWorker, in_time
 from edgeinfer.constraints.constraint import Constraints
 from edgeinfer.constraints.options import wanted_of
 from edgeinfer.memory.process import resident_bytes
@@ -62,24 +66,35 @@ HOSTILE = {
 }
 
 
+def spent_seconds():
+    """Of processor time, by this process and those that read grammars; on a busy machine they wait for longer."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = time.process_time() + children.ru_utime + children.ru_stime
+    if WORKER._process is not None:
+        with suppress(psutil.NoSuchProcess):
+            spent += sum(psutil.Process(WORKER._process.pid).cpu_times()[:2])
+    return spent
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_refused_or_read_within_its_limits(engine, name):
+def test_a_hostile_grammar_is_refused_or_read_within_its_limits(engine, name, monkeypatch):
+    monkeypatch.setattr("edgeinfer.constraints.constraint.MAX_SECONDS", MAX_SECONDS)  # as it is outside of tests
     WORKER.start()  # which is no matter of the grammar
-    started, before = time.monotonic(), resident_bytes()
+    started, before = spent_seconds(), resident_bytes()
     try:
         completion = engine.generate("x", max_tokens=4, seed=1, **HOSTILE[name])
         assert len(completion.tokens) <= 4
     except (InvalidConstraint, ConstraintError) as error:  # read in time, with masks too large
         assert len(str(error)) < 500
-    assert time.monotonic() - started < 15  # on a machine that is busy with other tests; alone it is two seconds
+    assert spent_seconds() - started < 15  # mostly two
     assert resident_bytes() - before < 400 << 20
 
 
-def test_what_takes_too_long_is_given_up(monkeypatch):
-    started = time.monotonic()
+def test_what_takes_too_long_is_given_up():
+    given_up = threading.Event()
     with pytest.raises(InvalidConstraint, match="takes more than 2 s"):
-        in_time(started + 0.05, lambda: time.sleep(3))
-    assert time.monotonic() - started < 2
+        in_time(time.monotonic() + 0.05, lambda: given_up.wait(200))
+    given_up.set()
 
 
 def test_an_error_and_a_panic_of_the_work_are_its_own():
@@ -91,22 +106,28 @@ def test_an_error_and_a_panic_of_the_work_are_its_own():
 
     for error in (InvalidConstraint("wrong"), Panic("wrong")):
         with pytest.raises(InvalidConstraint, match="wrong"):
-            in_time(time.monotonic() + 9, lambda error=error: work(error))
-    assert in_time(time.monotonic() + 9, lambda: 5) == 5
+            in_time(time.monotonic() + 200, lambda error=error: work(error))
+    assert in_time(time.monotonic() + 200, lambda: 5) == 5
 
 
 def test_a_worker_that_hangs_or_crashes_is_replaced(monkeypatch):
-    worker = CompileWorker()
+    worker, ask = CompileWorker(), compiling._asked
+
+    def asked_of_killed(process, *question):
+        process.kill()  # after it was seen to run, else another one would be started
+        return ask(process, *question)
+
     try:
-        later = lambda: time.monotonic() + 20  # noqa: E731
+        later = lambda: time.monotonic() + 200  # noqa: E731
         assert worker.grammar("regex", "a+", later())
         os.kill(worker._process.pid, signal.SIGSTOP)
         with pytest.raises(InvalidConstraint, match="takes more than"):
             worker.grammar("regex", "a+", time.monotonic() + 0.1)
         assert worker.grammar("regex", "a+", later())
-        os.kill(worker._process.pid, 9)
-        with pytest.raises(InvalidConstraint, match="crashes"):
-            worker.grammar("regex", "b+", later())
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, "_asked", asked_of_killed)
+            with pytest.raises(InvalidConstraint, match="crashes"):
+                worker.grammar("regex", "b+", later())
         assert worker.grammar("regex", "b+", later())
         worker._process.stdin.close()  # as after a while without a question: it ends by itself
         worker._process.wait()
@@ -115,10 +136,10 @@ def test_a_worker_that_hangs_or_crashes_is_replaced(monkeypatch):
         worker.close()
 
 
-def test_a_stack_that_overflows_ends_the_worker_alone(monkeypatch):
-    """12,000 properties take more than the stack of the worker, or its time."""
+def test_a_stack_that_overflows_ends_the_worker_alone():
+    """12,000 properties take more than the stack of the worker."""
     schema = json.dumps({"properties": {f"p{n}": {"type": "integer"} for n in range(16_000)}})
-    with pytest.raises(InvalidConstraint):
+    with pytest.raises(InvalidConstraint, match="crashes"):
         grammar_text("schema", schema)
     assert grammar_text("schema", "{}")
 

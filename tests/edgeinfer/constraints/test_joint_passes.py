@@ -7,6 +7,7 @@ import pytest
 from constrained import OPTIONS, PERSON, check_answer
 from drafting import PROMPT, FixedCosts
 from random_requests import passes_of
+from staging import wait_until
 
 from edgeinfer.common.errors import ConstraintError
 from edgeinfer.constraints.constraint import ConstraintState
@@ -35,8 +36,10 @@ def test_texts_with_and_without_constraints_side_by_side(loaded, engine, model, 
             found[n] = together.generate(f"{PROMPT} {n % 5}", **sampling, **options)
 
     threads = [threading.Thread(target=ask, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
+    with together.scheduler.alone():  # none runs before all have asked
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(together.scheduler.texts) == 8)
     for thread in threads:
         thread.join()
     for n, (sampling, options) in enumerate(REQUESTS):
