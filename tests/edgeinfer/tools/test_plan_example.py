@@ -36,7 +36,7 @@ def test_results_stand_in_the_place_of_references(example):
 
 
 def test_independent_calls_run_at_the_same_time(example):
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=100)
     steps = [example.Step("meet", {}), example.Step("meet", {}), example.Step("end", {"a": "$1", "b": "$2"})]
     assert len(example.run_plan(steps, {"meet": both.wait, "end": lambda a, b: a + b})) == 3
 

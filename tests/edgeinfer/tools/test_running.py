@@ -105,7 +105,7 @@ def test_calls_that_do_not_fit_have_a_result_that_says_so(call, said):
 
 
 def test_calls_of_an_answer_run_side_by_side():
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=100)
 
     def meet(name: str) -> str:
         both.wait()

@@ -84,9 +84,9 @@ MANY = [*TOOLS, *(tool(f"other_{n}", f"Something else, number {n}.") for n in ra
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
+def engine(native, tmp_path_factory):
     path = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny.gguf", template=TOOL_TEMPLATE, n_ctx_train=8192)
-    with edgeinfer.load(path, backend="reference") as engine:
+    with edgeinfer.load(path, draft="none") as engine:  # the reference takes a minute to read the long prompts
         yield engine
 
 
