@@ -126,11 +126,12 @@ def test_masks_of_random_drafts_are_those_of_a_new_matcher(default_model, seed):
     )
     constraint = Constraints(tokenizer).read(wanted)
     state, text = constraint.state(wanted, 0), []
+    is_short = np.array([len(tokenizer.token_bytes(id)) < 3 for id in range(tokenizer.n_vocab)])
+    is_short[list(tokenizer.stop_ids)] = False
 
     def drawn(text):
         ids = np.flatnonzero(state.mask_at(text).flags)
-        short = [id for id in ids if len(tokenizer.token_bytes(int(id))) < 3 and id not in tokenizer.stop_ids]
-        return int(rng.choice(short if short else list(ids)))
+        return int(rng.choice(list(ids[is_short[ids]]) or list(ids)))
 
     while len(text) < 60 and not state.is_complete(text):
         tree, parents = [], []
