@@ -73,6 +73,17 @@ class Output:
         """Requests that earlier runs answered."""
         return len(self._numbers)
 
+    def n_lines(self) -> int | None:
+        """Whole lines that are there now, of this run too; None where the file cannot be read.
+
+        Asked of the file: a signal may come when a line is written and not counted yet.
+        """
+        if not self._is_regular:
+            return None
+        with open(self._file, "rb", closefd=False) as file:
+            file.seek(self._length)
+            return len(self) + sum(piece.count(b"\n") for piece in iter(lambda: file.read(1 << 20), b""))
+
     def holds(self, line: Line, digest: int) -> bool:
         """Whether an earlier run answered a line. Raises InvalidArgument if that was another request."""
         numbers, digests = self._sorted

@@ -186,7 +186,10 @@ def _left(progress: Progress, output: Output | None) -> str:
     """What there is after an interruption."""
     if output is None:
         return f"{progress.n_answered} lines were answered"
-    return f"{len(output) + progress.n_answered} lines are answered in {output.path}: the same command goes on with it"
+    n_lines = output.n_lines()
+    if n_lines is None:
+        n_lines = progress.n_answered
+    return f"{n_lines} lines are answered in {output.path}: the same command goes on with it"
 
 
 def _summary(progress: Progress) -> str:

@@ -429,6 +429,20 @@ def test_the_input_is_no_output(run, tmp_path):
     assert found_in(source) == [OWN]
 
 
+def test_a_line_that_is_written_when_ctrl_c_comes_counts(run, tmp_path, monkeypatch):
+    source, out, write = written(tmp_path / "in.jsonl", [OWN] * 5), tmp_path / "out.jsonl", Output.write
+
+    def interrupted(output, line):
+        write(output, line)
+        if out.read_bytes().count(b"\n") in (2, 4):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Output, "write", interrupted)
+    assert "2 lines are answered" in run(source, "-o", out, code=130).stderr
+    assert "4 lines are answered" in run(source, "-o", out, code=130).stderr
+    assert "1 answered, 4 before" in run(source, "-o", out).stderr
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="POSIX")
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_run_that_is_ended_goes_on(model, tmp_path, kind):
