@@ -48,10 +48,16 @@ class VirtualClock(Clock):
             if not self._ended and not is_true():
                 waiter = _Waiter(is_true, None if seconds is None else self._time + seconds)
                 self._waiters.append(waiter)
+                self._changed.notify_all()
                 self._release_one()
                 is_over = self._changed.wait_for(lambda: waiter.is_released or self._ended, timeout=240)
                 assert is_over, "another thread runs without end"
             return super().wait_for(is_true, None if self._ended else 0.0)
+
+    def wait_for_the_other(self) -> None:
+        """Return once another thread waits: one that begins late would run beside this one."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(self._waiters), timeout=240)
 
     def end(self) -> None:
         with self._changed:

@@ -57,6 +57,8 @@ def answer(model, plain_tokens, monkeypatch):
             drafter.reading = reading * PASS
             costs = CostModel(CostCurve(0, {n: seconds(n) for n in range(1, 33)}, 0, {}))
             used = overlapped(drafter, clock=clock) if is_ahead else drafter
+            if is_ahead:
+                clock.wait_for_the_other()
             speculator = Speculator(engine.session, [used], costs, engine.tokenizer.n_vocab, 31)
             speculator.timeline = Timeline()
             engine.speculator = speculator
