@@ -149,23 +149,30 @@ def test_rows_of_another_shape_are_refused(file: ModelFile, rng: np.random.Gener
 
 
 def stopped_by(stop: Callable[[NativeModel], None], file: ModelFile, error: type[BaseException]) -> None:
-    """A pass whose device takes half a second is stopped meanwhile; the next one gives what it has to."""
+    """A pass is stopped while its device computes; the next one gives what it has to."""
     model = load(file)
     tokens = np.arange(6, dtype=np.int32)
     alone = logits_of(model, tokens, 6)
-    begun = threading.Event()
+    begun, stopped = threading.Event(), threading.Event()
 
     class Slow(NumpyExperts):
         def finish(self) -> Any:
             begun.set()
-            time.sleep(0.5)
+            assert stopped.wait(60)
             return super().finish()
 
+    def stop_when_begun() -> None:
+        begun.wait(60)
+        stop(model)
+        stopped.set()
+
     model.set_expert_device(Slow(file, model.spec))
-    threading.Thread(target=lambda: begun.wait() and stop(model)).start()
+    stopping = threading.Thread(target=stop_when_begun)
+    stopping.start()
     session = model.session()
     with pytest.raises(error):
         session.forward(tokens)
+    stopping.join()
     model.set_expert_device(NumpyExperts(file, model.spec))
     found = session.forward(tokens, logits="all").logits
     assert np.abs(found - alone).max() < 1e-4 * np.abs(alone).max()

@@ -243,7 +243,9 @@ def test_passes_that_are_stopped_while_hints_are_read(path: Path, expected: NDAr
         set_expert_prefetch(model, 1.0)
         session, n_stopped = model.session(), 0
         with interrupted_every(0.0005, session):
-            for first in range(0, 300, 2):
+            for first in range(0, 40_000, 2):
+                if first >= 300 and n_stopped:  # when one is stopped is up to the machine
+                    break
                 try:
                     session.forward(TOKENS[first % 64 : first % 64 + 1 + first % 3])
                 except Interrupted:

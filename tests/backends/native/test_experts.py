@@ -391,7 +391,9 @@ def test_a_pass_that_is_stopped_between_experts_leaves_the_text_as_it_was(
     expected = session.forward(tokens, logits="all").logits
     n_stopped = 0
     with interrupted_every(0.0004, session):
-        for _ in range(60):
+        for i in range(2000):  # when one is stopped is up to the machine
+            if i >= 60 and n_stopped:
+                break
             try:
                 assert same_bits(session.forward(tokens, logits="all").logits, expected)
             except Interrupted:
@@ -410,8 +412,10 @@ def test_the_first_pass_may_be_stopped_before_any_expert_is_chosen(tmp_path: Pat
     session = backend.load(
         file, spec, backend.plan(file, spec, LoadSettings(4096, n_batch=n_tokens, n_threads=2)), Device(2)
     ).session()
+    tokens = tokens_of(rng, n_tokens)
     with interrupted_every(0.005, session), pytest.raises(Interrupted):
-        session.forward(tokens_of(rng, n_tokens))
+        for _ in range(50):  # the first one, unless the machine keeps the other thread from its core
+            session.forward(tokens)
     assert session.n_past == 0
 
 

@@ -318,7 +318,8 @@ def test_another_thread_can_stop_a_pass(tmp_path: Path, rng: np.random.Generator
     tokens = rng.integers(0, session.spec.n_vocab, 4000).astype(np.int32)
     prefill(session, tokens[:10], 10)
     with interrupted_every(0.001, session), pytest.raises(Interrupted):
-        session.forward(tokens)
+        for _ in range(50):  # the first one, unless the machine keeps the other thread from its core
+            session.forward(tokens)
     assert session.n_past == 10
     fresh = open_session(n_threads=1)
     prefill(fresh, tokens[:10], 10)

@@ -780,7 +780,9 @@ def test_a_hybrid_s_text_is_shared_while_a_pass_writes_to_its_state(hybrid: Path
     run_sequence(first, text[:250])
 
     def fork() -> None:
-        while not ended.is_set():
+        is_over = False
+        while not is_over:  # once at least
+            is_over = ended.is_set()
             session = model.session()
             found.append((session.reuse_prefix(text), session.forward([5]).logits.copy()))
             session.close()
