@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,6 +76,13 @@ def all_logits(model: NativeModel) -> NDArray[np.float32]:
     return np.concatenate(found)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 def cache_of(sizes: ExpertSizes, share: str) -> int:
     return sizes.least if share == "least" else max(sizes.least, sizes.total * int(share) // 100)
 
@@ -131,6 +138,7 @@ def test_what_is_read_ahead_changes_no_bit(models: dict[str, Path], expected: ND
         cache = model.expert_cache
         assert cache is not None
         cache.warm([(layer, expert) for expert in range(5) for layer in range(2)])
+        wait_until(lambda: cache.stats().n_in_memory > 0)
         cache.hint(1, [4, 9, 2])
         assert same_bits(all_logits(model), expected)
         cache.forget_use(0, list(range(16)))
@@ -150,9 +158,7 @@ def test_a_warm_start_has_what_it_was_told(models: dict[str, Path]) -> None:
         cache = model.expert_cache
         assert cache is not None
         cache.warm(used)
-        end = time.monotonic() + 30
-        while cache.stats().n_in_memory < len(used) and time.monotonic() < end:
-            time.sleep(0.002)
+        wait_until(lambda: cache.stats().n_in_memory >= len(used))
         model.session().forward(TOKENS[:1])
         assert [(layer.lookups, layer.hits) for layer in cache.stats().layers] == [(3, 3), (3, 3)]
 

@@ -69,6 +69,7 @@ def test_a_session_that_was_tuned_gives_the_same_bits_and_begins_empty(
     format: str, tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(tuning.VARIABLE, raising=False)
     path = write_tiny_model(tmp_path / "m.gguf", "llama", format, n_layers=5)
     text = rng.integers(0, 290, 40).astype(np.int32)
     plain = opened(path, tuned=False)
