@@ -21,8 +21,10 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_experts(tmp_path / "model.gguf", "qwen3moe", "Q8_0", n_experts=32)
 
 
-def answers(model: Path, reads: str, n: int) -> list[dict[str, str]]:
+def answers(model: Path, reads: str, n: int, cache: str = "cache") -> list[dict[str, str]]:
+    """cache: the folder of what earlier loads of the model have noted."""
     environment = environment_of(compile_faults(model.parent), model.name, reads)
+    environment["XDG_CACHE_HOME"] = str(model.parent / cache)
     command = [sys.executable, str(SUPPORT / "try_answers.py"), str(model), "25%", str(n)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert run.returncode == 0, run.stderr
@@ -31,17 +33,16 @@ def answers(model: Path, reads: str, n: int) -> list[dict[str, str]]:
 
 def test_an_answer_that_a_read_error_ended_is_followed_by_whole_ones(model: Path) -> None:
     (whole,) = answers(model, "", 1)
-    n_failing = 0
-    for number in (1, 20, 60):
-        found = answers(model, f"eio:{number}:0", 3)
+    # The first read tries out the page cache. Where no load has noted what is used most, the second one is needed.
+    for number, cache in ((1, "cache"), (2, "no notes"), (20, "cache"), (60, "cache")):
+        found = answers(model, f"eio:{number}:0", 3, cache)
         ended = [answer for answer in found if "error" in answer]
-        n_failing += len(ended)
+        assert ended or cache == "cache"
         assert len(ended) <= 1 and found[-1] == whole
         assert [answer for answer in found if answer not in ended] == [whole] * (3 - len(ended))
         for answer in ended:
             assert whole["text"].startswith(answer["before"])
             assert "model.gguf: tensor blk." in answer["error"] and "Input/output error" in answer["error"]
-    assert n_failing
 
 
 def test_a_stream_that_an_error_ended_has_no_completion_and_says_so(model: Path) -> None:
