@@ -72,6 +72,14 @@ def _costs_are_kept() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _slow_drafters_are_waited_for() -> Iterator[None]:
+    """A machine that does something else for some seconds is none whose device hangs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("edgeinfer.speculation.drafters.watchdog.MIN_TIMEOUT_SECONDS", 120.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _drafts_are_made() -> Iterator[None]:
     """Whether drafts pay is measured, and for tiny models they do not: that is tested in test_payoff.py alone."""
     with pytest.MonkeyPatch.context() as patch:
