@@ -150,21 +150,24 @@ def running(
 
 
 class Gate:
-    """Lets passes of an engine through, as many as it was told."""
+    """Lets passes of an engine through, as many as it was told.  holds: whether one waits before it."""
 
     def __init__(self, n: float) -> None:
         self._changed = threading.Condition()
         self._n_left = n
+        self.holds = False
 
     def let(self, n: float = math.inf) -> None:
         """Let so many more through, by default all."""
         with self._changed:
             self._n_left += n
+            self.holds = self.holds and not self._n_left
             self._changed.notify_all()
 
     def pass_through(self) -> None:
         """Wait until one more may."""
         with self._changed:
+            self.holds = not self._n_left
             self._changed.wait_for(lambda: self._n_left > 0)
             self._n_left -= 1
 

@@ -33,8 +33,9 @@ def sent(server, path, body):
 def test_a_client_that_goes_during_its_answer(engine, stream):
     with running(engine) as server, held(engine, 4) as gate:
         connection = sent(server, CHAT, LONG | {"stream": stream})
-        server.wait(lambda: any(text.n_ready == 4 for text in server.texts))
+        server.wait(lambda: gate.holds)
         (text,) = server.texts
+        assert text.n_ready == 4
         connection.close()
         server.wait(lambda: text.is_cancelled)
         gate.let()
@@ -48,7 +49,7 @@ def test_a_client_that_goes_during_its_prompt(engine, monkeypatch):
     monkeypatch.setattr(engine.scheduler.pace, "piece", lambda n, room: min(4, room))
     with running(engine) as server, held(engine, 3) as gate:
         connection = sent(server, TEXT, {"model": "tiny", "prompt": "hello there " * 60, "max_tokens": 50})
-        server.wait(lambda: any(text.share_read for text in server.texts))
+        server.wait(lambda: gate.holds)
         (text,) = server.texts
         connection.close()
         server.wait(lambda: text.is_cancelled)
@@ -62,15 +63,17 @@ def test_clients_that_go_from_the_queue(engine):
         others = [sent(server, CHAT, LONG | {"seed": seed}) for seed in range(4)]
         server.wait(lambda: len(server.texts) == 4)
         gate.let(8)
-        server.wait(lambda: all(text.n_ready > 1 for text in server.texts))
+        server.wait(lambda: gate.holds)
         texts = server.texts
+        assert all(text.n_ready > 1 for text in texts)
         waits = [sent(server, CHAT, LONG | {"stream": stream}) for stream in (True, False)]
         server.wait(lambda: len(server.texts) == 6)
         for connection in waits:
             connection.close()
         server.wait(lambda: sum(text.is_cancelled for text in server.texts) == 2)
         gate.let(1)
-        server.wait(lambda: server.texts == texts)
+        server.wait(lambda: gate.holds)
+        assert server.texts == texts
         assert not any(text.is_cancelled or text.has_ended for text in texts)
         for connection in others:
             connection.close()

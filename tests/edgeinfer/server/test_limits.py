@@ -257,7 +257,7 @@ def test_answers_have_time_to_end_and_no_new_ones_begin(engine):
     with running(engine, drain_seconds=SECONDS) as server, concurrent.futures.ThreadPoolExecutor(1) as threads:
         with held(engine, 4) as gate:
             asked = threads.submit(server.post, CHAT, LONG | {"stream": True})
-            server.wait(lambda: any(text.n_ready for text in server.texts))
+            server.wait(lambda: gate.holds)
             server.stop()
             server.wait(lambda: server.server.is_draining)
             gate.let()
@@ -281,9 +281,9 @@ def test_the_end_waits_for_nothing_where_nothing_runs(engine):
 
 def test_an_answer_that_does_not_end_in_time_ends_with_an_error(engine):
     with running(engine, drain_seconds=0.3) as server, concurrent.futures.ThreadPoolExecutor(1) as threads:
-        with held(engine, 4):
+        with held(engine, 4) as gate:
             asked = threads.submit(server.post, CHAT, LONG | {"stream": True})
-            server.wait(lambda: any(text.n_ready for text in server.texts))
+            server.wait(lambda: gate.holds)
             server.stop()
             reply = asked.result(SECONDS)
         last = json.loads(reply.body.decode().rstrip().rpartition("data: ")[2])

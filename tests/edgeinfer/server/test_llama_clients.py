@@ -306,7 +306,7 @@ def test_slots_tell_what_a_text_may_still_get(engine):
     with running(engine) as server, ThreadPoolExecutor(1) as threads:
         with held(engine, 5) as gate:
             asked = threads.submit(server.post, "/completion", body)
-            server.wait(lambda: any(text.n_ready == 5 for text in server.texts))
+            server.wait(lambda: gate.holds)
             (slot,) = (each for each in server.get("/slots").json if each["is_processing"])
             gate.let()
         assert asked.result(SECONDS).json["tokens_predicted"] == 60

@@ -77,6 +77,7 @@ def test_an_answer_is_stopped_regenerated_and_its_question_edited(tab, server, e
     with held(engine, 30) as gate:
         ask(tab, "hello")
         tab.wait("document.querySelectorAll('article.assistant .said')[0]?.textContent.length > 3")
+        server.wait(lambda: gate.holds)
         tab.press("Escape")
         tab.wait(IS_DONE)
         server.wait(lambda: all(text.is_cancelled for text in server.texts))
