@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from exactness import LEAVES, TREE, branch_to, comparisons, same_bits
+from rounded import check_rounded
 from tiny_latents import LATENT_KINDS, LatentKind, write_tiny_latents
 
 from edgeinfer.backends.base import Rows, run_sequence
@@ -59,30 +60,12 @@ def of_both(path: Path, tokens: np.ndarray, oracle: ReferenceBackend, cache_type
     return [session.forward(tokens, logits="all").logits for session in sessions_of_both(path, oracle, cache_type)]
 
 
-def sessions_of_both(path: Path, oracle: ReferenceBackend, cache_type: CacheType) -> list[Any]:
+def sessions_of_both(path: Path, oracle: ReferenceBackend, cache_type: CacheType = "f16") -> list[Any]:
     """One of the native engine and one of the oracle."""
     with ModelFile.open(path) as file:
         spec, settings = read_spec(file), LoadSettings(256, cache_type=cache_type)
         backends: list[Any] = [NativeBackend(tuned=False), oracle]
         return [each.load(file, spec, each.plan(file, spec, settings), Device(1)).session() for each in backends]
-
-
-def check_rounded(path: Path, rng: np.random.Generator, cache_type: CacheType = "f16") -> None:
-    """That the oracle gives the same where no number comes out on the other side of a rounding.
-
-    Where one does is up to numpy's products, which each CPU adds up in another order. Few do in texts of four tokens;
-    of a longer one all rows after it differ, and experts may be others.
-    """
-    sessions, of_long = sessions_of_both(path, ReferenceBackend("int8"), cache_type), []
-    errors: list[float] = []
-    for n in [4] * 24 + [40] * 6:
-        tokens = rng.integers(0, 291, n)
-        found, expected = (session.forward(tokens, logits="all").logits for session in sessions)
-        if n == 4:
-            errors.extend(np.abs(found - expected).max(axis=1) / np.abs(expected).max())
-        else:
-            of_long.append(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
-    assert np.median(errors) < 5e-6 and np.median(of_long) < 0.1
 
 
 # ---- against the oracle ----------------------------------------------------------------------------------------------
@@ -103,12 +86,12 @@ def test_quantised_layers_are_those_of_the_reference(
     tensor_type: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     path = write_tiny_latents(tmp_path / "m.gguf", "v3", tensor_type)
-    check_rounded(path, rng)
+    check_rounded(*sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
 
 
 def test_rows_of_eight_bits_are_those_of_the_reference(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_latents(tmp_path / "m.gguf", "glm", "Q8_0")
-    check_rounded(path, rng, "q8_0")
+    check_rounded(*sessions_of_both(path, ReferenceBackend("int8"), "q8_0"), rng)
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
@@ -222,7 +205,7 @@ def test_matrices_of_heads_are_made_of_a_quantised_one(
     tensor_type: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     path, tokens = write_tiny_latents(tmp_path / "m.gguf", "v3", tensor_type, is_old=True), rng.integers(0, 291, 100)
-    check_rounded(path, rng)
+    check_rounded(*sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
     opener = Opener(path)
     assert [what for what, equal in comparisons(opener, available_isas(), tokens) if not equal] == []
     file, block = opener.file, opener.spec.layers[1].mixer
