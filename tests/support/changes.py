@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 Change: TypeAlias = Callable[[Path, Path], None]  # of a file; the second has other contents of the same size
+
+
+def let_its_time_pass(path: Path) -> None:
+    """Wait until what is written has another time than this file: file systems count it in steps."""
+    probe = path.with_name("probe")
+    probe.touch()
+    while probe.stat().st_mtime_ns <= path.stat().st_ctime_ns:
+        time.sleep(0.001)
+        probe.touch()
+    probe.unlink()
 
 
 def copy_over(path: Path, other: Path) -> None:

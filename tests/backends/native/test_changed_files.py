@@ -10,7 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from changes import CHANGES, HARMLESS, Change, copy_over, copy_over_with_its_time, cut, remove, rename_over
+from changes import (
+    CHANGES,
+    HARMLESS,
+    Change,
+    copy_over,
+    copy_over_with_its_time,
+    cut,
+    let_its_time_pass,
+    remove,
+    rename_over,
+)
 from exactness import same_bits
 from tiny_experts import write_tiny_experts
 from tiny_models import write_tiny_model
@@ -63,6 +73,7 @@ class Case:
         is_packed = kind in ("packed", "experts packed")
         self.used, self.other = (pack(each) if is_packed else each for each in (self.path, other))
         assert self.used.stat().st_size == self.other.stat().st_size
+        let_its_time_pass(self.used)
 
 
 @pytest.fixture(params=["rows", "packed", "experts", "experts packed"])
