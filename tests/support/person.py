@@ -21,8 +21,8 @@ from screen import Screen
 
 SECONDS = 100.0  # that a person waits for anything
 MAIN = "from edgeinfer.cli import main; main(prog_name='edgeinfer')"
-# A model that never ends by itself, takes 10 ms a token, and says on stderr when it makes the twentieth, after which it
-# waits for the file WAIT_FOR, if there is such a variable; and a terminal that controls the process.
+# A model that never ends by itself, takes 10 ms a token, says on stderr when it makes the twentieth, and waits with it
+# for the file WAIT_FOR, if there is such a variable; and a terminal that controls the process.
 SLOW_MAIN = f"""
 import os, sys, time
 if os.isatty(0):
@@ -38,8 +38,8 @@ def slow(*args, **options):
     n_calls += 1
     if n_calls == 20 and "SAY_TWENTY" in os.environ:
         print("TWENTY", file=sys.stderr, flush=True)
-        while "WAIT_FOR" in os.environ and not os.path.exists(os.environ["WAIT_FOR"]):
-            time.sleep(0.001)
+    while n_calls == 20 and "WAIT_FOR" in os.environ and not os.path.exists(os.environ["WAIT_FOR"]):
+        time.sleep(0.001)
     time.sleep(0.01)
     return forward(*args, **options)
 Session.forward = slow

@@ -524,12 +524,14 @@ def test_ctrl_z_at_the_prompt_suspends_and_what_was_typed_is_there_again(model, 
 
 def test_ctrl_z_during_an_answer_suspends_and_it_goes_on(model, tmp_path):
     words = " ".join(f"w{number}" for number in range(60))
-    flags = ("-n", str(len(words)))
-    with sitting_at(model, tmp_path, *flags, main=SAYING_MAIN, SAY_TWENTY=None, SAYS=words, shell=SHELL) as person:
+    suspended = tmp_path / "suspended"  # which the answer waits for: else it might have ended by then
+    variables = {"SAY_TWENTY": None, "SAYS": words, "WAIT_FOR": str(suspended)}
+    with sitting_at(model, tmp_path, "-n", str(len(words)), main=SAYING_MAIN, shell=SHELL, **variables) as person:
         person.say("hello")
-        shown = person.see("w5 ")
+        shown = person.see("w3 ")
         person.type("\x1a")
         shown += person.see("SUSPENDED")
+        suspended.touch()
         person.type("\n")
         shown += person.see("tok/s")
         person.say("/exit")
