@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from edgeinfer.backends.base import Session
 
 
-def check_rounded(ours: Session, theirs: Session, rng: np.random.Generator, most: float = 0.05) -> None:
-    """That logits are the same where no number comes out on the other side of a rounding.
+def check_rounded(sessions: Sequence[Session], rng: np.random.Generator, most: float = 0.05) -> None:
+    """That logits of the engine and of the oracle are the same where no number comes out on the other side of a rounding.
 
     Where one does is up to numpy's products, which each CPU adds up in another order. Few do in texts of four tokens;
     of a longer one all rows after it differ, by `most` of the spread at most in most texts.
@@ -17,7 +19,7 @@ def check_rounded(ours: Session, theirs: Session, rng: np.random.Generator, most
     of_long: list[float] = []
     for n in [4] * 24 + [40] * 6:
         tokens = rng.integers(0, 291, n)
-        found, expected = (session.forward(tokens, logits="all").logits for session in (ours, theirs))
+        found, expected = (session.forward(tokens, logits="all").logits for session in sessions)
         if n == 4:
             errors.extend(np.abs(found - expected).max(axis=1) / np.abs(expected).max())
         else:

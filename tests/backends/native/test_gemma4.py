@@ -87,7 +87,7 @@ def test_quantised_layers_are_those_of_the_reference(
         for backend in (NativeBackend(tuned=False), ReferenceBackend("int8")):
             plan = backend.plan(file, spec, LoadSettings(64))
             sessions.append(backend.load(file, spec, plan, Device(1)).session())
-    check_rounded(*sessions, rng)
+    check_rounded(sessions, rng)
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_quantised_layers_are_those_of_the_reference(
         for backend in (NativeBackend(tuned=False), ReferenceBackend("int8")):
             plan = backend.plan(file, spec, LoadSettings(64))
             sessions.append(backend.load(file, spec, plan, Device(1)).session())
-    check_rounded(*sessions, rng)
+    check_rounded(sessions, rng)
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_rows_of_experts_may_be_shorter_or_longer_than_the_stream(
         for backend in (NativeBackend(tuned=False), ReferenceBackend("int8")):
             plan = backend.plan(file, spec, LoadSettings(64))
             sessions.append(backend.load(file, spec, plan, Device(1)).session())
-    check_rounded(*sessions, rng)
+    check_rounded(sessions, rng)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

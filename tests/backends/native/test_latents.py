@@ -86,12 +86,12 @@ def test_quantised_layers_are_those_of_the_reference(
     tensor_type: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     path = write_tiny_latents(tmp_path / "m.gguf", "v3", tensor_type)
-    check_rounded(*sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
+    check_rounded(sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
 
 
 def test_rows_of_eight_bits_are_those_of_the_reference(tmp_path: Path, rng: np.random.Generator) -> None:
     path = write_tiny_latents(tmp_path / "m.gguf", "glm", "Q8_0")
-    check_rounded(*sessions_of_both(path, ReferenceBackend("int8"), "q8_0"), rng)
+    check_rounded(sessions_of_both(path, ReferenceBackend("int8"), "q8_0"), rng)
 
 
 # ---- the same bits ---------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_matrices_of_heads_are_made_of_a_quantised_one(
     tensor_type: str, tmp_path: Path, rng: np.random.Generator
 ) -> None:
     path, tokens = write_tiny_latents(tmp_path / "m.gguf", "v3", tensor_type, is_old=True), rng.integers(0, 291, 100)
-    check_rounded(*sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
+    check_rounded(sessions_of_both(path, ReferenceBackend("int8")), rng, most=0.1)  # experts may be others
     opener = Opener(path)
     assert [what for what, equal in comparisons(opener, available_isas(), tokens) if not equal] == []
     file, block = opener.file, opener.spec.layers[1].mixer
