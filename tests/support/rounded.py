@@ -10,7 +10,7 @@ from edgeinfer.backends.base import Session
 
 
 def check_rounded(sessions: Sequence[Session], rng: np.random.Generator, most: float = 0.05) -> None:
-    """That logits of the engine and of the oracle are the same where no number comes out on the other side of a rounding.
+    """That logits of both are the same where no number comes out on the other side of a rounding.
 
     Where one does is up to numpy's products, which each CPU adds up in another order. Few do in texts of four tokens;
     of a longer one all rows after it differ, by `most` of the spread at most in most texts.
