@@ -65,9 +65,9 @@ class Client(threading.Thread):
 
 
 def plain(data):
-    """The bytes of a stream without its id, its time and what was in a cache."""
+    """The bytes of a stream without its id, its time, what was in a cache, and the pings of a wait."""
     assert len(set(re.findall(rb'"id":"([\w-]+)"', data))) == 1
-    return re.sub(rb'"id":"[\w-]+"|"created":\d+|"cached_tokens":\d+', b"", data)
+    return re.sub(rb'"id":"[\w-]+"|"created":\d+|"cached_tokens":\d+|: ping\n\n', b"", data)
 
 
 @contextmanager
