@@ -30,6 +30,8 @@ OF_RAY = {
     "RAY_memory_monitor_refresh_ms": "0",  # it ends processes where others have the memory
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",  # else it passes over a replica that is busy for 0.1 s
     "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "60",
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # else it ends one that needs 15 s to start
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
 }
 
 
@@ -89,7 +91,7 @@ def fleet(model, folder, options):
             time.sleep(0.2)
         yield port, psutil.Process(process.pid)
     finally:
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGINT)
         try:
             process.wait(20)
