@@ -6,12 +6,12 @@ The process that edgeinfer starts looks for modules where the test's own does; i
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 _FOLDER = Path(__file__).parent / "staged"
 _PASSES = """
@@ -102,11 +102,3 @@ class Stage:
 def wait_for(path: Path, seconds: float = 60.0) -> None:
     """Wait until there is such a file."""
     wait_until(path.exists, seconds, f"there is no {path}")
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 60.0, otherwise: str = "it never was so") -> None:
-    """Wait for what another thread or process does."""
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.001)

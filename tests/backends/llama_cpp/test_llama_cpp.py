@@ -28,8 +28,9 @@ from interrupts import interrupted_every
 from numpy.typing import ArrayLike, NDArray
 from other_models import write_gpt2, write_lfm2, write_mamba
 from refusals import check_refuses
-from staging import Stage, wait_until
+from staging import Stage
 from tiny_models import ARCHITECTURES, UNKNOWN_TO_LLAMA_CPP, Architecture, write_tiny_model
+from waiting import wait_until
 
 from edgeinfer.backends.base import Rows
 from edgeinfer.backends.llama_cpp import MAX_N_CTX, MAX_OUTPUTS, LlamaCppBackend, LlamaCppModel, LlamaCppSession

@@ -5,11 +5,13 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from expert_files import LARGE, SMALL, ExpertFiles, Kind, write_experts
+from resident_pages import resident_bytes
+from waiting import wait_until
 
 from edgeinfer.backends.native import _core
 
@@ -30,19 +32,6 @@ def run_layer(experts: _core.DiskExperts, files: ExpertFiles, layer: int, needed
         assert record.tobytes() == files.records[layer, expert]
         experts.done(layer, expert)
     return n_in_memory
-
-
-def resident() -> int:
-    """Bytes of memory that this process has now. By its pages: counts that the system keeps lag behind on each core."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 # ---- what it gives ---------------------------------------------------------------------------------------------------
@@ -119,11 +108,11 @@ def test_a_cache_that_shrinks_keeps_what_was_used_last_and_gives_memory_back(tmp
         for expert in range(64):
             experts.begin_pass()
             run_layer(experts, files, 0, [expert])
-        full, record = resident(), files.bytes_of(1)
+        full, record = resident_bytes(), files.bytes_of(1)
         experts.resize(files.bytes_of(5) + 100)
         assert experts.slot_bytes == files.bytes_of(5) and experts.stats().n_slots == 5
         assert sorted(experts.in_memory()) == [(0, expert) for expert in range(59, 64)]
-        assert 57 * record < full - resident() < 61 * record
+        assert 57 * record < full - resident_bytes() < 61 * record
         for _ in range(10):  # more than there are slots
             experts.begin_pass()
             run_layer(experts, files, 0, [*range(30, 60)])

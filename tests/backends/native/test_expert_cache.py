@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from split_models import split_model
 from tiny_experts import ExpertArchitecture, write_tiny_experts
 from tiny_models import write_tiny_model
 from try_texts import sizes_of
+from waiting import wait_until
 
 from edgeinfer.backends.native import NativeBackend, NativeModel
 from edgeinfer.backends.native.packing.packed import packed_path
@@ -74,13 +75,6 @@ def all_logits(model: NativeModel) -> NDArray[np.float32]:
         first += length
     session.close()
     return np.concatenate(found)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 def cache_of(sizes: ExpertSizes, share: str) -> int:

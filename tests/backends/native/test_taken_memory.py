@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from changes import let_its_time_pass
 from exactness import same_bits
+from resident_pages import resident_bytes
 from tiny_models import write_tiny_model
 
 from edgeinfer.backends.native import NativeBackend, NativeSession, available_isas
@@ -105,15 +106,6 @@ def test_a_file_that_was_cut_off_is_an_error_of_the_pass(tmp_path: Path) -> None
 
 
 # ---- logits ----------------------------------------------------------------------------------------------------------
-
-
-def resident_bytes() -> int:
-    """Of this process, by its pages: counts that the system keeps lag behind on each core. 0 where it cannot tell."""
-    try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Rss:"))
 
 
 def test_rows_that_are_reserved_are_those_of_all_passes(tmp_path: Path) -> None:

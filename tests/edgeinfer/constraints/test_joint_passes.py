@@ -7,7 +7,7 @@ import pytest
 from constrained import OPTIONS, PERSON, check_answer
 from drafting import PROMPT, FixedCosts
 from random_requests import passes_of
-from staging import wait_until
+from waiting import wait_until
 
 from edgeinfer.common.errors import ConstraintError
 from edgeinfer.constraints.constraint import ConstraintState

@@ -144,6 +144,7 @@ def test_answers_of_a_lost_replica_end_with_the_same_bytes(model, tmp_path):
             clients, found = on_their_way(port, bodies, alone.wait)
             if found:
                 break
+        assert found, "no answers of two replicas were on their way at once"
         ((lost, n_lost),) = Counter(client.replica for client in found).most_common(1)
         os.kill(lost, signal.SIGKILL)
         assert n_lost > 1
